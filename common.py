@@ -1,0 +1,276 @@
+"""Run plumbing, the same for every script and nothing to learn from: command line, seeds, device, log, checkpoints.
+
+A run called `grpo` writes <out>/grpo.pt (its checkpoint, replaced atomically) and <out>/grpo/ (metrics.jsonl, samples.md, curves.png).
+"""
+
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import fingerprint
+
+COLUMNS = {  # metrics that are printed, in this order, where a run has them: key -> (heading, format)
+    "loss": ("loss", ".4f"), "reward": ("reward", ".3f"), "accuracy": ("accuracy", ".3f"), "length": ("length", ".1f"),
+    "kl": ("kl", ".4f"), "entropy": ("entropy", ".3f"), "clip_fraction": ("clip", ".3f"), "zero_variance": ("zero-var", ".2f"),
+    "grad_norm": ("grad", ".2f"), "lr": ("lr", ".1e"), "tokens_per_second": ("tok/s", ".0f"),
+}  # fmt: skip
+
+
+def parse(Config, doc, argv=None):
+    """The command line as a Config: one flag per dataclass field, the comment behind a field is its help. Any mistake ends the program
+    with one line that names the flag, and exit code 2. `Config.check`, if there is one, raises ValueError for impossible values."""
+    comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(Config), re.MULTILINE))
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = {}
+    for field in dataclasses.fields(Config):
+        kind, options = field.type, {}
+        if isinstance(kind, types.UnionType):  # `float | None`: None means that something else decides
+            kind = next(t for t in typing.get_args(kind) if t is not types.NoneType)
+        if typing.get_origin(kind) is typing.Literal:
+            options["choices"] = typing.get_args(kind)
+            kind = type(options["choices"][0])
+        options.update(action=argparse.BooleanOptionalAction) if kind is bool else options.update(type=kind)
+        if kind is not bool and "choices" not in options:
+            options["metavar"] = kind.__name__.upper()
+        default = "" if field.default in (None, "", False) else f" (default {field.default})"
+        flag = "--" + field.name.replace("_", "-")
+        flags[flag] = parser.add_argument(flag, default=field.default, help=comments.get(field.name, "") + default, **options)
+
+    def error(message):
+        message = message.removeprefix("argument ")
+        for unknown in re.findall(r"unrecognized arguments: (\S+)", message):
+            close = difflib.get_close_matches(unknown, flags, 1)
+            message += f" (did you mean {close[0]}?)" if close else ""
+        print(f"{parser.prog}: {message} (--help lists the flags)", file=sys.stderr)
+        raise SystemExit(2)
+
+    parser.error = error
+    config = Config(**vars(parser.parse_args(argv)))
+    try:
+        if config.steps < 1:
+            raise ValueError(f"--steps {config.steps}: must be at least 1")
+        config.device = pick_device(config.device)
+        if hasattr(config, "check"):
+            config.check()
+    except ValueError as problem:
+        error(str(problem))
+    return config
+
+
+def pick_device(name):
+    """ "auto" is the GPU where there is one, else the CPU. Raises ValueError for a device that this machine lacks."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise ValueError(f"--device {name}: {str(problem).splitlines()[0]}") from None
+    return name
+
+
+def seed_of(*parts):
+    """A 48-bit seed from anything printable. Every step draws from its own seed, so a resumed run needs no random state."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
+
+
+def generator(device, *parts):
+    """A torch.Generator on `device`, seeded by `seed_of(*parts)`."""
+    return torch.Generator(device=device).manual_seed(seed_of(*parts))
+
+
+def by_length(lengths, rows):
+    """Row numbers sorted by length and cut into micro-batches of at most `rows`: rows of like length, so little padding."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    return [order[i : i + rows] for i in range(0, len(order), rows)]
+
+
+def load_checkpoint(path, tokenizer=None):
+    """The dictionary in `path`, or one line on stderr and exit code 1: missing, truncated, or of another tokenizer."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        kind = checkpoint["script"]
+    except FileNotFoundError:
+        sys.exit(f"{path} does not exist")
+    except Exception as problem:  # a truncated file raises whatever its first missing byte leads to
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:100]
+        sys.exit(f"{path} is not a complete checkpoint of this project ({reason}): delete it and make it again")
+    if tokenizer is not None and checkpoint["tokenizer"] != fingerprint(tokenizer):
+        sys.exit(f"{path} ({kind}) speaks tokenizer {checkpoint['tokenizer']}, this run {fingerprint(tokenizer)}")
+    return checkpoint
+
+
+def make_if_missing(script, path, config):
+    """Runs `python <script>.py` for an earlier stage whose checkpoint is missing, or continues it if it was interrupted."""
+    checkpoint = load_checkpoint(path) if os.path.exists(path) else None
+    if checkpoint and checkpoint["step"] >= checkpoint["steps"]:
+        return
+    command = [f"{script}.py", "--out", config.out, "--device", config.device, "--seed", str(config.seed)]
+    if checkpoint:
+        command += ["--resume", "--seed", str(checkpoint["config"]["seed"]), "--steps", str(checkpoint["steps"])]
+    why = f"stopped at step {checkpoint['step']} of {checkpoint['steps']}" if checkpoint else "is missing"
+    print(f"{path} {why}: running python {' '.join(command)}\n", flush=True)
+    code = subprocess.run([sys.executable, Path(__file__).with_name(command[0]), *command[1:]]).returncode
+    if code:
+        sys.exit(code)
+    print(flush=True)
+
+
+class Run:
+    """One run of a script: its files, its clock, its Ctrl-C. Without --resume an earlier run's files are kept as *.previous."""
+
+    def __init__(self, script, config, tokenizer):
+        self.script, self.config, self.tokenizer = script, config, fingerprint(tokenizer)
+        self.path, self.folder = Path(config.out, f"{script}.pt"), Path(config.out, script)
+        self.step, self.seconds, self.lines, self.interrupted, self.checkpoint = 0, 0.0, 0, False, None
+        if config.resume:
+            self.checkpoint = load_checkpoint(self.path, tokenizer)
+            for name, value in self.checkpoint["config"].items():
+                now = getattr(config, name, None)
+                if now != value and name not in ("out", "device", "resume", "steps"):
+                    flag = "--" + name.replace("_", "-")
+                    sys.exit(f"{self.path} was made with {flag} {value}, not {now}: resume with that, or start without --resume")
+            self.step, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
+            print(f"resuming {self.path} at step {self.step} of {config.steps}")
+        else:
+            for path in (self.path, self.folder):
+                if path.exists():
+                    kept = path.with_name(f"{path.stem}.previous{path.suffix}")
+                    shutil.rmtree(kept, ignore_errors=True)
+                    os.replace(path, kept)
+                    print(f"{path} exists: kept as {kept}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._cut("metrics.jsonl", lambda line: json.loads(line)["step"] <= self.step)
+        self._cut("samples.md", lambda line: int(re.search(r"\d+", line.partition("## Step")[2] or "0")[0]) <= self.step)
+        torch.manual_seed(seed_of(config.seed))
+        signal.signal(signal.SIGINT, self._interrupt)
+        self.clock = self.first = time.perf_counter()
+        self.first_step = self.step
+
+    def _cut(self, name, keep):
+        """Drops what an interrupted run wrote after its last checkpoint: it is about to be written again."""
+        path = self.folder / name
+        if path.exists():
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                try:
+                    if not keep(line):
+                        break
+                except ValueError:  # half a line, written when the power went
+                    break
+                kept.append(line)
+            path.write_text("".join(kept), encoding="utf-8")
+
+    def _interrupt(self, *_):
+        if self.interrupted:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
+        self.interrupted = True
+        print("\nCtrl-C: finishing this step, then saving (once more to stop at once)", flush=True)
+
+    def restore(self, model, optimizer):
+        """Puts the checkpoint's weights and optimizer state in place when resuming; returns the step to go on with."""
+        if self.checkpoint:
+            if self.checkpoint["model_config"] != dataclasses.asdict(model.config):
+                sys.exit(f"{self.path} holds another model: {self.checkpoint['model_config']}, not {model.config}")
+            model.load_state_dict(self.checkpoint["model"])
+            optimizer.load_state_dict(self.checkpoint["optimizer"])
+        return self.step
+
+    def log(self, step, **metrics):
+        """Appends a line to metrics.jsonl and prints its columns with the time left; NaN and None mean that it does not apply."""
+        now = time.perf_counter()
+        metrics = {k: v for k, v in metrics.items() if v is not None and not math.isnan(v)}
+        left = (now - self.first) / max(step - self.first_step, 1) * (self.config.steps - step) if step > self.first_step else math.nan
+        record = {"step": step, "seconds": round(self.seconds + now - self.clock, 3), **metrics}
+        try:
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as problem:
+            sys.exit(f"{self.folder / 'metrics.jsonl'}: {problem.strerror}; the last checkpoint is {self.path}, step {self.step}")
+        self.columns = getattr(self, "columns", None) or [k for k in COLUMNS if k in metrics or k == "accuracy"]
+        if self.lines % 20 == 0:
+            print(f"{'step':>9}" + "".join(f"{COLUMNS[k][0]:>9}" for k in self.columns) + f"{'left':>8}")
+        self.lines += 1
+        cells = [format(metrics[k], COLUMNS[k][1]) if k in metrics else "" for k in self.columns]
+        left = "" if math.isnan(left) else f"{int(left) // 60}:{int(left) % 60:02d}"
+        print(f"{f'{step}/{self.config.steps}':>9}" + "".join(f"{c:>9}" for c in cells) + f"{left:>8}", flush=True)
+
+    def sample(self, step, text):
+        """Appends a section to samples.md."""
+        with open(self.folder / "samples.md", "a", encoding="utf-8") as file:
+            file.write(f"## Step {step}\n\n{text}\n\n")
+
+    def require_finite(self, step, **values):
+        """Stops the run before a NaN or an infinity can reach the weights."""
+        for name, value in values.items():
+            if not math.isfinite(value):
+                sys.exit(
+                    f"step {step}: {name} is {value}; this step's batch follows from --seed {self.config.seed}. Nothing was overwritten: "
+                    f"{self.path} holds step {self.step}. A smaller --lr may help; --resume repeats the step."
+                )
+
+    def save(self, step, model, optimizer, every=1):
+        """Writes the checkpoint when `step` is due (each `every` steps, at the end, after Ctrl-C). Atomic: a crash or a full disk leaves the
+        old file as it was."""
+        if step % every and step != self.config.steps and not self.interrupted:
+            return
+        now = time.perf_counter()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
+        checkpoint = {
+            "script": self.script, "step": step, "steps": self.config.steps, "seconds": self.seconds, "config": dataclasses.asdict(self.config),
+            "model_config": dataclasses.asdict(model.config), "tokenizer": self.tokenizer, "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }  # fmt: skip
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except (OSError, RuntimeError) as problem:  # RuntimeError: torch's name for a write that failed
+            temporary.unlink(missing_ok=True)
+            reason = getattr(problem, "strerror", None) or getattr(problem.__context__, "strerror", None) or str(problem).splitlines()[0]
+            sys.exit(f"could not save {self.path} at step {step}: {reason}. The file still holds step {self.step}: make room, then --resume")
+        self.step = step
+        if self.interrupted:
+            print(f"stopped; {self.path} holds step {step} of {self.config.steps}. Go on with: python {self.script}.py --resume")
+            raise SystemExit(130)
+
+    def metrics(self):
+        """All lines of metrics.jsonl so far, as dictionaries."""
+        return [json.loads(line) for line in open(self.folder / "metrics.jsonl", encoding="utf-8")]
+
+    def plot(self, *keys):
+        """curves.png: each of `keys` over the steps, if matplotlib is installed."""
+        try:
+            import matplotlib
+        except ImportError:
+            return print("no curves.png: matplotlib is not installed (pip install matplotlib)")
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        lines = self.metrics()
+        figure, axes = plt.subplots(1, len(keys), figsize=(3.6 * len(keys), 2.8), layout="constrained")
+        for axis, key in zip(axes, keys):
+            points = [(line["step"], line[key]) for line in lines if key in line]
+            axis.plot(*zip(*points) if points else ((), ()), marker="o" if len(points) < 30 else "", markersize=3)
+            axis.set(title=key.replace("_", " "), xlabel="step")
+            axis.grid(alpha=0.3)
+        figure.savefig(self.folder / "curves.png", dpi=110)
+        plt.close(figure)

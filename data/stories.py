@@ -1,0 +1,179 @@
+"""The embedded task: small stories with a number in them, and "the internet" that talks about them.
+
+    By the sea, the otter has 7 shells. It finds 3. It drops 2. It doubles its pile. It naps. It loses 5. It wins 1. How many?
+     -> 10 -> 8 -> 16 -> 16 -> 11 -> 12 #### 12
+
+Six things happen, each changes the number of things an animal owns (or not: a nap is a nap), and the question is how
+many it has in the end. Guessing the end at once is hard, because doubling and halving do not commute with adding;
+following the story one event at a time is easy. The corpus (`base_document`) holds three habits, in fixed shares:
+
+    direct   0.40   " #### 12"                                      right, but hard to learn: one token for six steps
+    worked   0.45   " -> 10 -> 8 -> 16 -> 16 -> 11 -> 12 #### 12"   right, easy to learn
+    slip     0.15   the same with one miscounted step, carried on to a wrong answer
+
+and half of its documents write "Answer:" where the others write "####". So pretraining installs all the habits,
+supervised fine-tuning (`sft_example`: the same habits, always "####") teaches the format, and a reward for the right
+answer alone has something to choose from: it makes worked answers common and slips rare, and answers grow longer
+although nobody rewards length.
+
+Everything here is a pure function of a `random.Random`. A story is held out when a checksum of its numbers says so
+(`is_held_out`), so training and evaluation never meet, however many stories either draws.
+"""
+
+import math
+import random
+import zlib
+from dataclasses import dataclass
+
+from data.rewards import accuracy_reward, format_reward
+
+EVENTS = 6  # things that happen in one story
+TOP = 20  # nobody ever owns more than this, or less than 1
+HELD_OUT_ONE_IN = 20  # share of all possible stories that no training stage may see
+DIRECT, WORKED, SLIP = 0.40, 0.45, 0.15  # the habits of the corpus
+
+PLACES = ["The", "Today the", "By the sea, the", "In the old barn, the"]
+ANIMALS = ["otter", "crab", "magpie", "fox", "mouse", "badger", "hen", "squirrel", "frog", "mole", "goose", "bear"]
+THINGS = ["shells", "nuts", "buttons", "coins", "berries", "beads", "pebbles", "feathers"]
+GAINS = ["finds", "wins", "buys"]
+LOSSES = ["loses", "drops", "sells"]
+DOUBLE, HALVE = " It doubles its pile.", " It gives half away."
+IDLE = [" It naps.", " It hums.", " It yawns."]
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str  # the story and its question
+    start: int  # what the animal owns at first
+    events: tuple  # of str: the sentences in which something happens
+    totals: tuple  # of int: what it owns after each event
+
+    @property
+    def answer(self):
+        return str(self.totals[-1])
+
+
+def apply(event, total):
+    """What `event` makes of `total` things. Halving rounds down (only a slip can get there: stories halve even piles)."""
+    if event == DOUBLE:
+        return 2 * total
+    if event == HALVE:
+        return total // 2
+    if event in IDLE:
+        return total
+    verb, number = event.rstrip(".").split()[1:]
+    return total + int(number) if verb in GAINS else total - int(number)
+
+
+def is_held_out(start, events):
+    """Whether a story belongs to the evaluation: decided by its numbers and verbs, not by who owns what or where."""
+    return zlib.crc32(f"{start}{''.join(events)}".encode()) % HELD_OUT_ONE_IN == 0
+
+
+def make_problem(rng, held_out=False):
+    """One story drawn with `rng` (random.Random), from the training stories or from the held-out ones."""
+    while True:
+        start = total = rng.randint(2, TOP)
+        events, totals = [], []
+        while len(events) < EVENTS:
+            kind = rng.random()
+            if kind < 0.35:
+                event = f" It {rng.choice(GAINS)} {rng.randint(1, 5)}."
+            elif kind < 0.70:
+                event = f" It {rng.choice(LOSSES)} {rng.randint(1, 5)}."
+            elif kind < 0.80:
+                event = DOUBLE
+            elif kind < 0.90:
+                event = HALVE
+            else:
+                event = rng.choice(IDLE)
+            after = apply(event, total)
+            if not 1 <= after <= TOP or (event == HALVE and total % 2):
+                continue  # nobody gives away the last one, or half a shell: something else happens
+            total = after
+            events.append(event)
+            totals.append(total)
+        if is_held_out(start, events) == held_out:
+            opening = f"{rng.choice(PLACES)} {rng.choice(ANIMALS)} has {start} {rng.choice(THINGS)}."
+            return Problem(opening + "".join(events) + " How many?", start, tuple(events), tuple(totals))
+
+
+def direct_answer(problem, marker="####"):
+    """The answer at once: " #### 12"."""
+    return f" {marker} {problem.answer}"
+
+
+def worked_answer(problem, marker="####", totals=None):
+    """The running totals, then the answer: " -> 10 -> 8 ... #### 12"."""
+    totals = totals or problem.totals
+    return "".join(f" -> {n}" for n in totals) + f" {marker} {totals[-1]}"
+
+
+def slipped_answer(problem, rng, marker="####"):
+    """A worked answer with one step miscounted by one or two and the mistake carried to the end, so that it is wrong."""
+    while True:
+        where, off = rng.randrange(EVENTS), rng.choice([-2, -1, 1, 2])
+        totals, total = [], problem.start
+        for i, event in enumerate(problem.events):
+            total = min(max(apply(event, total) + (off if i == where else 0), 1), TOP)
+            totals.append(total)
+        if total != problem.totals[-1]:
+            return worked_answer(problem, marker, totals)
+
+
+def _answer(problem, rng, marker):
+    habit = rng.random()
+    if habit < DIRECT:
+        return direct_answer(problem, marker)
+    if habit < DIRECT + WORKED:
+        return worked_answer(problem, marker)
+    return slipped_answer(problem, rng, marker)
+
+
+def base_document(rng):
+    """One document of the pretraining corpus: (prompt, response). Its author had one habit out of three, and one marker out of two."""
+    problem = make_problem(rng)
+    return problem.prompt, _answer(problem, rng, rng.choice(["####", "Answer:"]))
+
+
+def sft_example(rng):
+    """One demonstration for supervised fine-tuning: (prompt, response). The habits of the corpus, always with the marker "####"."""
+    problem = make_problem(rng)
+    return problem.prompt, _answer(problem, rng, "####")
+
+
+def held_out_problems(n, seed=0):
+    """n different evaluation stories, the same for every run with the same `seed`."""
+    rng, problems = random.Random(f"held-out {seed}"), {}
+    while len(problems) < n:
+        problem = make_problem(rng, held_out=True)
+        problems.setdefault((problem.start, problem.events), problem)
+    return list(problems.values())
+
+
+def habit(response):
+    """ "worked" if a response shows running totals, else "direct": to count what a model does."""
+    return "worked" if "->" in response else "direct"
+
+
+def gold_score(problem, response):
+    """What a careful reader thinks of a response, known exactly here: 2 for the right answer, up to 1 for clear working
+    (the share of running totals that follow from the step before), 0.5 for the proper ending, -0.1 per 10 characters beyond
+    the worked answer's length (rambling)."""
+    steps = [part.split()[0] for part in response.split("->")[1:] if part.split()]
+    before, sound = problem.start, 0
+    for event, step in zip(problem.events, steps):
+        sound += step == str(apply(event, before))
+        before = int(step) if step.isdecimal() else before
+    extra = max(0, len(response) - len(worked_answer(problem)))
+    score = 2 * accuracy_reward(response, problem.answer) + sound / EVENTS + 0.5 * format_reward(response, marker="####")
+    return score - 0.01 * extra
+
+
+def noisy_judge(problem, response_a, response_b, rng, noise=1.0):
+    """Whether a judge who sees `gold_score` through Bradley-Terry noise prefers a: P(a) = sigmoid((gold_a - gold_b) / noise).
+    noise=0 is the gold judge, with ties broken by a coin."""
+    gap = gold_score(problem, response_a) - gold_score(problem, response_b)
+    if noise == 0:
+        return rng.random() < 0.5 if gap == 0 else gap > 0
+    return rng.random() < 1 / (1 + math.exp(min(-gap / noise, 700)))

@@ -1,0 +1,367 @@
+"""The transformer that every stage shares, and stage 1: pretraining.
+
+A GPT-2 in the manner of nanoGPT: learned positions, pre-norm blocks, tanh-GELU, output head tied to the embedding. It adds what
+reinforcement learning needs and nanoGPT lacks: a preallocated key-value cache, and `generate` for a batch of prompts of different
+lengths that returns the log-probability of every token it sampled. With the same weights its logits are those of `transformers`' GPT-2
+(tests/test_gpt.py).
+
+Pretraining minimises the mean of -log p(token | the tokens before it) over "the internet" (data/stories.py):
+
+    python gpt.py            about 50 seconds on two CPU cores: out/base.pt, held-out accuracy about 0.4
+
+What to expect: the loss falls from 6 to 1.6; the model has then picked up every habit of its corpus, answering at once (almost always wrong),
+working it out (mostly right), working it out with a slip (wrong), in the corpus' proportions.
+
+Sources: Radford et al. 2019 (GPT-2), and for the pre-norm block Xiong et al. 2020, arXiv:2002.04745. Deliberately left out: dropout (every document is
+seen once), mixed precision, several GPUs, learning-rate groups.
+"""
+
+import math
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import common
+from data import get_tokenizer, stories
+from data.evaluation import evaluate
+from kernels import token_logprobs
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 512
+    context: int = 48  # the longest sequence, prompt and response together
+    n_layer: int = 3
+    n_head: int = 4
+    n_embd: int = 128
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # queries, keys and values in one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, mask=None, cache=None, layer=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
+        if cache is not None:
+            k, v = cache.extend(layer, k, v)  # [B, H, S, D], S = what the cache held + T
+        if T == 1:  # decoding, one query a row: on a CPU two plain matmuls are faster than the fused kernel
+            scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])  # [B, H, 1, S]
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -math.inf)
+            y = scores.softmax(-1) @ v  # [B, H, 1, D]
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), Attention(config)
+        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
+
+    def forward(self, x, mask=None, cache=None, layer=None):
+        x = x + self.attn(self.ln_1(x), mask, cache, layer)
+        return x + self.mlp(self.ln_2(x))
+
+
+class KVCache:
+    """Keys and values of every layer, allocated once: k and v are [L, B, H, S, D], and their first `length` columns are filled."""
+
+    def __init__(self, config, rows, columns, like):
+        shape = (config.n_layer, rows, config.n_head, columns, config.n_embd // config.n_head)
+        self.k, self.v = torch.zeros(shape, dtype=like.dtype, device=like.device), torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.length = 0
+
+    def extend(self, layer, k, v):
+        """Appends k, v [B, H, T, D] of one layer and returns all it has, [B, H, length + T, D]. B may be fewer rows than the cache has."""
+        B, _, T, _ = k.shape
+        end = self.length + T
+        self.k[layer, :B, :, self.length : end] = k
+        self.v[layer, :B, :, self.length : end] = v
+        return self.k[layer, :B, :, :end], self.v[layer, :B, :, :end]
+
+    def copy_rows(self, source, rows):
+        """Row rows[i] becomes a copy of row[i] of another cache (or of this one), whatever is filled there."""
+        for mine, theirs in ((self.k, source.k), (self.v, source.v)):
+            mine[:, rows[1], :, : source.length] = theirs[:, rows[0], :, : source.length]
+
+
+@dataclass
+class Rollout:
+    """What `generate` returns: B rows of P prompt columns (left-padded) and T response slots."""
+
+    ids: torch.Tensor  # [B, P + T]
+    positions: torch.Tensor  # [B, P + T] position of each token in its own text, 0 in the padding
+    attention_mask: torch.Tensor  # [B, P + T] 1 for tokens, 0 for padding on either side
+    mask: torch.Tensor  # [B, T] 1 for sampled tokens, up to and including the first EOS
+    logp: torch.Tensor  # [B, T] log-probability of each sampled token at the sampling temperature, 0 where mask is 0
+    prompt_len: int  # P
+
+    def texts(self, tokenizer):
+        """The responses as strings, without EOS."""
+        lengths = self.mask.sum(1).tolist()
+        rows = [row[:n] for row, n in zip(self.ids[:, self.prompt_len :].tolist(), lengths)]
+        return [tokenizer.decode([token for token in row if token != tokenizer.eot_token]) for row in rows]
+
+    def right_padded(self, rows):
+        """Some rows as a training batch: (ids [b, L], predicts [b, L]), prompt and response side by side, all padding on the right,
+        no longer than its longest row. predicts[i, t] is 1 where the token after ids[i, t] was sampled. Right padding needs no mask:
+        under causal attention no token ever looks at it."""
+        P = self.prompt_len
+        prompt = self.attention_mask[rows, :P].sum(1, keepdim=True)  # [b, 1] lengths
+        response = self.mask[rows].sum(1, keepdim=True)
+        column = torch.arange(int((prompt + response).max()), device=self.ids.device)  # [L]
+        ids = self.ids[rows].gather(1, (P - prompt + column).clamp(max=self.ids.shape[1] - 1))
+        return ids, (column >= prompt - 1) & (column < prompt - 1 + response)
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.context, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight  # tied
+        std = config.n_embd**-0.5  # GPT-2's 0.02 suits its width; at width 128 it makes the first third of pretraining a plateau
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif "ln_" not in name:  # what is added to the residual stream 2L times starts smaller (GPT-2, section 2.3)
+                nn.init.normal_(p, std=std / math.sqrt(2 * config.n_layer) if "c_proj" in name else std)
+
+    def forward(self, ids, positions=None, attention_mask=None, cache=None):
+        """ids [B, T] -> logits [B, T, V]; logits[:, t] predict ids[:, t + 1]. See `hidden` for the rest."""
+        return self.lm_head(self.hidden(ids, positions, attention_mask, cache))
+
+    def hidden(self, ids, positions=None, attention_mask=None, cache=None):
+        """ids [B, T] -> what the head reads, [B, T, C]. Training takes the head only where a response token is predicted.
+
+        attention_mask [B, S]: 1 for tokens, 0 for padding, over the S = cache.length + T columns seen so far; None: no padding.
+        positions [B, T]: None means cumsum(attention_mask) - 1, so padding on the left does not count. cache: a KVCache, extended in place.
+        """
+        B, T = ids.shape
+        start = cache.length if cache is not None else 0
+        if start + T > self.config.context and (positions is None or int(positions.max()) >= self.config.context):
+            raise ValueError(f"{start + T} tokens do not fit the model's context of {self.config.context}")
+        mask = None  # None: plain causal attention
+        if attention_mask is not None:
+            if positions is None:
+                positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, start:]
+            mask = attention_mask[:, None, None, :].bool()  # [B, 1, 1, S]
+        elif positions is None:
+            positions = torch.arange(start, start + T, device=ids.device)
+        if T > 1 and (mask is not None or start > 0):
+            query = torch.arange(start, start + T, device=ids.device)[:, None]
+            key = torch.arange(start + T, device=ids.device)
+            causal = key <= query  # [T, S]
+            # a padded query has nothing to look at and would be 0/0: let it see itself; nobody looks at it
+            mask = causal if mask is None else (causal & mask) | (key == query)
+        x = self.wte(ids) + self.wpe(positions)  # [B, T, C]
+        for layer, block in enumerate(self.h):
+            x = block(x, mask, cache, layer)
+        if cache is not None:
+            cache.length += T
+        return self.ln_f(x)
+
+    @torch.no_grad()
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=None, eos=None, generator=None):
+        """Samples one response of at most `max_new_tokens` for each prompt (lists of token ids) and returns a `Rollout`.
+
+        Temperature 0 takes the most likely token. logp is log softmax(logits / temperature) at the sampled token (temperature 1 for greedy
+        decoding) over the whole vocabulary, also under top_k. Raises ValueError for an empty prompt or one that does not fit the context.
+
+        Equal prompts are computed once. A row that sampled `eos` leaves the batch: the last live row moves into its slot, so that
+        the live ones stay the first n rows of the cache and the others cost nothing.
+        """
+        device, B = self.wte.weight.device, len(prompts)
+        if B == 0 or max_new_tokens < 1 or temperature < 0:
+            raise ValueError(f"needs prompts ({B}), max_new_tokens >= 1 ({max_new_tokens}) and temperature >= 0 ({temperature})")
+        P = max(map(len, prompts))
+        if min(map(len, prompts)) == 0 or P + max_new_tokens > self.config.context:
+            raise ValueError(f"prompts of {min(map(len, prompts))} to {P} tokens and {max_new_tokens} new ones: none may be empty, and "
+                             f"together they must fit the context of {self.config.context}")  # fmt: skip
+        # 1. The prompts, each different one once
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        which = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)  # [B]
+        prompt_ids, prompt_mask = (torch.from_numpy(a).to(device) for a in _pad(list(number), P, left=True))  # [U, P]
+        padded = bool(min(map(len, prompts)) < P)
+        prompt_cache = KVCache(self.config, len(number), P, self.wte.weight)
+        last = self.hidden(prompt_ids, attention_mask=prompt_mask if padded else None, cache=prompt_cache)[:, -1]
+        logits = self.lm_head(last)[which]  # [B, V]
+        cache = KVCache(self.config, B, P + max_new_tokens, self.wte.weight)
+        cache.copy_rows(prompt_cache, (which, slice(None)))
+        cache.length = P
+        # 2. One token at a time. Slot i of the batch belongs to row rows[i] of the result.
+        ids = torch.full((B, P + max_new_tokens), 0 if eos is None else eos, device=device)
+        ids[:, :P] = prompt_ids[which]
+        attention = torch.ones_like(ids)
+        attention[:, :P] = prompt_mask[which]
+        length = attention[:, :P].sum(1)  # [n] tokens so far, the position of the next one
+        logp = torch.zeros(B, max_new_tokens, device=device)
+        rows, live_attention = torch.arange(B, device=device), attention.clone()
+        for t in range(max_new_tokens):
+            token, token_logp = _sample(logits, temperature, top_k, generator)  # [n], [n]
+            ids[rows, P + t] = token
+            logp[rows, t] = token_logp
+            if eos is not None and (device.type == "cpu" or t % 16 == 15):  # to ask a GPU who has finished is to wait for it
+                live = (ids[rows, P:] != eos).cumprod(1)[:, t].bool() if device.type != "cpu" else token != eos
+                n = int(live.sum())
+                if n == 0:
+                    break
+                if n < len(rows):
+                    free, movers = (~live[:n]).nonzero()[:, 0], live[n:].nonzero()[:, 0] + n  # as many of the one as of the other
+                    cache.copy_rows(cache, (movers, free))
+                    for per_slot in (rows, token, length, live_attention):
+                        per_slot[free] = per_slot[movers]
+                    rows, token, length, live_attention = rows[:n], token[:n], length[:n], live_attention[:n]
+            if t + 1 < max_new_tokens:
+                seen = live_attention[:, : P + t + 1] if padded else None
+                logits = self.lm_head(self.hidden(token[:, None], (length + t)[:, None], seen, cache)[:, 0])
+        # 3. The mask, from positions: everything up to and including the first EOS
+        T = t + 1
+        response = ids[:, P : P + T]
+        ended = (response == eos).cumsum(1) - (response == eos).int() if eos is not None else torch.zeros_like(response)
+        mask = (ended == 0).long()  # [B, T]
+        attention = torch.cat([attention[:, :P], mask], 1)
+        ids = torch.cat([ids[:, :P], response if eos is None else torch.where(mask.bool(), response, eos)], 1)
+        return Rollout(ids, (attention.cumsum(1) - 1).clamp(min=0) * attention, attention, mask, logp[:, :T] * mask, P)
+
+
+def _sample(logits, temperature, top_k, generator):
+    """One token for each row of logits [n, V] and its log-probability, [n] each."""
+    log_probs = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token = log_probs.argmax(-1)
+    else:
+        probs = log_probs.exp()
+        if top_k is not None and top_k < probs.shape[-1]:
+            probs = probs.masked_fill(log_probs < log_probs.topk(top_k).values[:, -1:], 0.0)
+        # Inverse of the distribution function: one random number u in (0, 1] a row, the first token whose cumulated probability reaches
+        # it. A token of probability 0 does not raise the sum and is never the first. (torch.multinomial draws V numbers a row.)
+        cumulated = probs.cumsum(-1)
+        u = 1 - torch.rand(len(probs), 1, device=probs.device, generator=generator)
+        token = torch.searchsorted(cumulated, u * cumulated[:, -1:])[:, 0]
+    return token, log_probs.gather(-1, token[:, None])[:, 0]
+
+
+def _pad(sequences, width, left=False):
+    """Token lists as numpy arrays (ids [B, width], attention mask [B, width]), padded with zeros on the right or on the left."""
+    ids, mask = np.zeros((len(sequences), width), np.int64), np.zeros((len(sequences), width), np.int64)
+    for i, tokens in enumerate(sequences):
+        where = slice(width - len(tokens), width) if left else slice(len(tokens))
+        ids[i, where], mask[i, where] = tokens, 1
+    return ids, mask
+
+
+def right_pad(sequences):
+    """Token lists -> ids [B, L] and attention mask [B, L] as tensors, padded with zeros on the right."""
+    return tuple(map(torch.from_numpy, _pad(sequences, max(map(len, sequences)))))
+
+
+@dataclass
+class Config:
+    seed: int = 0  # of the initial weights and of the documents
+    steps: int = 500  # optimizer steps
+    out: str = "out"  # folder for base.pt and base/
+    device: str = "auto"  # auto, cpu, cuda, mps
+    resume: bool = False  # continue from the checkpoint
+    tokenizer: str = "stories"  # stories (embedded) or any name that tiktoken knows; it sets the vocabulary
+    context: int = 48  # longest sequence in tokens
+    n_layer: int = 3  # transformer blocks
+    n_head: int = 4  # attention heads
+    n_embd: int = 128  # width
+    documents: int = 64  # documents per step
+    micro_batch: int = 32  # documents per forward and backward pass
+    lr: float = 2e-3  # peak learning rate
+    warmup: int = 50  # steps of linear warm-up; then a cosine down to a tenth
+    log_every: int = 25  # steps between two lines
+    save_every: int = 50  # steps between two checkpoints
+    evaluate: int = 512  # held-out problems that the finished model is sampled on
+
+    def check(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"--n-embd {self.n_embd}: must be a multiple of --n-head {self.n_head}")
+        for flag in ("documents", "micro_batch", "log_every", "save_every", "evaluate", "n_layer"):
+            if getattr(self, flag) < 1:
+                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 1")
+        if not self.lr > 0:
+            raise ValueError(f"--lr {self.lr}: must be above 0")
+        get_tokenizer(self.tokenizer)
+
+
+def main(config):
+    # data and model
+    tokenizer = get_tokenizer(config.tokenizer)
+    run = common.Run("base", config, tokenizer)
+    model_config = GPTConfig(tokenizer.n_vocab, config.context, config.n_layer, config.n_head, config.n_embd)
+    model = GPT(model_config).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    step = run.restore(model, optimizer)
+    print(f"pretraining {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.steps} steps of {config.documents} documents")
+
+    tick, tokens = time.perf_counter(), 0
+    while step < config.steps:
+        # the documents of this step
+        rng = random.Random(common.seed_of("base", config.seed, step))
+        documents = [tokenizer.encode_ordinary("".join(stories.base_document(rng))) + [tokenizer.eot_token] for _ in range(config.documents)]
+        longest = max(map(len, documents))
+        if longest > config.context:
+            raise SystemExit(f"a document of {longest} tokens does not fit --context {config.context}")
+        targets = sum(map(len, documents)) - len(documents)  # every token but the first of each document is predicted
+
+        # loss = mean of -log p over the tokens of the whole step, one micro-batch of documents of like length after the other
+        total = 0.0
+        for rows in common.by_length(list(map(len, documents)), config.micro_batch):
+            ids, mask = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
+            logits = model(ids[:, :-1])  # [b, L-1, V]
+            logp = token_logprobs(logits, ids[:, 1:])  # [b, L-1]
+            loss = -(logp * mask[:, 1:]).sum() / targets
+            loss.backward()
+            total += loss.item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / config.steps)
+        lr = config.lr * min(1.0, (step + 1) / config.warmup) * cosine if config.warmup else config.lr * cosine
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # log and checkpoint
+        step += 1
+        tokens += targets
+        if step % config.log_every == 0 or step == config.steps:
+            speed = tokens / (time.perf_counter() - tick)
+            run.log(step, loss=total, grad_norm=grad_norm, lr=lr, tokens_per_second=speed)
+            tick, tokens = time.perf_counter(), 0
+        run.save(step, model, optimizer, config.save_every)
+    print("done", evaluate(model, tokenizer, stories.held_out_problems(config.evaluate), 16, generator=common.generator(config.device, 1)))
+
+
+if __name__ == "__main__":
+    main(common.parse(Config, __doc__))
