@@ -25,7 +25,7 @@ import torch
 
 from data.tokenizer import fingerprint
 
-COLUMNS = {  # metrics that are printed, in this order, where a run has them: key -> (heading, format)
+COLUMNS = {  # how a metric is printed: key -> (heading, format)
     "loss": ("loss", ".4f"), "reward": ("reward", ".3f"), "accuracy": ("accuracy", ".3f"), "length": ("length", ".1f"),
     "kl": ("kl", ".4f"), "entropy": ("entropy", ".3f"), "clip_fraction": ("clip", ".3f"), "zero_variance": ("zero-var", ".2f"),
     "grad_norm": ("grad", ".2f"), "lr": ("lr", ".1e"), "tokens_per_second": ("tok/s", ".0f"),
@@ -40,7 +40,7 @@ def parse(Config, doc, argv=None):
     flags = {}
     for field in dataclasses.fields(Config):
         kind, options = field.type, {}
-        if isinstance(kind, types.UnionType):  # `float | None`: None means that something else decides
+        if typing.get_origin(kind) in (types.UnionType, typing.Union):  # `float | None`: None means that something else decides
             kind = next(t for t in typing.get_args(kind) if t is not types.NoneType)
         if typing.get_origin(kind) is typing.Literal:
             options["choices"] = typing.get_args(kind)
@@ -134,8 +134,8 @@ def make_if_missing(script, path, config):
 class Run:
     """One run of a script: its files, its clock, its Ctrl-C. Without --resume an earlier run's files are kept as *.previous."""
 
-    def __init__(self, script, config, tokenizer):
-        self.script, self.config, self.tokenizer = script, config, fingerprint(tokenizer)
+    def __init__(self, script, config, tokenizer, columns):
+        self.script, self.config, self.tokenizer, self.columns = script, config, fingerprint(tokenizer), columns.split()
         self.path, self.folder = Path(config.out, f"{script}.pt"), Path(config.out, script)
         self.step, self.seconds, self.lines, self.interrupted, self.checkpoint = 0, 0.0, 0, False, None
         if config.resume:
@@ -202,7 +202,6 @@ class Run:
                 file.write(json.dumps(record) + "\n")
         except OSError as problem:
             sys.exit(f"{self.folder / 'metrics.jsonl'}: {problem.strerror}; the last checkpoint is {self.path}, step {self.step}")
-        self.columns = getattr(self, "columns", None) or [k for k in COLUMNS if k in metrics or k == "accuracy"]
         if self.lines % 20 == 0:
             print(f"{'step':>9}" + "".join(f"{COLUMNS[k][0]:>9}" for k in self.columns) + f"{'left':>8}")
         self.lines += 1

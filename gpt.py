@@ -123,6 +123,19 @@ class Rollout:
         rows = [row[:n] for row, n in zip(self.ids[:, self.prompt_len :].tolist(), lengths)]
         return [tokenizer.decode([token for token in row if token != tokenizer.eot_token]) for row in rows]
 
+    def select(self, rows):
+        """Some rows as a Rollout of their own."""
+        return Rollout(*(x[rows] for x in (self.ids, self.positions, self.attention_mask, self.mask, self.logp)), self.prompt_len)
+
+    @staticmethod
+    def cat(rollouts):
+        """Several Rollouts as one, padded to the longest prompt and the longest response."""
+        P, T = max(r.prompt_len for r in rollouts), max(r.mask.shape[1] for r in rollouts)
+        wide = lambda r, x: F.pad(x, (P - r.prompt_len, T - r.mask.shape[1]))  # noqa: E731
+        slots = lambda r, x: F.pad(x, (0, T - r.mask.shape[1]))  # noqa: E731
+        parts = [(wide(r, r.ids), wide(r, r.positions), wide(r, r.attention_mask), slots(r, r.mask), slots(r, r.logp)) for r in rollouts]
+        return Rollout(*map(torch.cat, zip(*parts)), P)
+
     def right_padded(self, rows):
         """Some rows as a training batch: (ids [b, L], predicts [b, L]), prompt and response side by side, all padding on the right,
         no longer than its longest row. predicts[i, t] is 1 where the token after ids[i, t] was sampled. Right padding needs no mask:
@@ -317,7 +330,7 @@ class Config:
 def main(config):
     # data and model
     tokenizer = get_tokenizer(config.tokenizer)
-    run = common.Run("base", config, tokenizer)
+    run = common.Run("base", config, tokenizer, "loss accuracy grad_norm lr tokens_per_second")
     model_config = GPTConfig(tokenizer.n_vocab, config.context, config.n_layer, config.n_head, config.n_embd)
     model = GPT(model_config).to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)

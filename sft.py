@@ -79,7 +79,7 @@ def main(config):
     if not config.init:
         common.make_if_missing("gpt", init, config)
     checkpoint = common.load_checkpoint(init, tokenizer)
-    run = common.Run("sft", config, tokenizer)
+    run = common.Run("sft", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second")
     model = GPT(GPTConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     model.to(config.device)

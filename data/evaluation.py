@@ -22,7 +22,7 @@ def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=No
     """Samples every problem `samples` times at temperature 1 and returns what the answers are worth:
 
     accuracy (pass@1), length (mean tokens, end-of-text included), worked (share of responses with running totals), accuracy of the
-    worked and of the direct ones (NaN where there are none), and pass_at_k = {k: ...} for k = 1, 4, 16, 64 ... up to `samples`.
+    worked and of the direct ones (NaN where there are none), and pass_at_k = {"pass@1": ..., "pass@4": ...}, k = 1, 4, 16, 64, 256, as far as `samples` allows.
     """
     texts, lengths = sample_responses(model, tokenizer, [p for p in problems for _ in range(samples)], max_new_tokens, generator=generator)
     right = [accuracy_reward(text, problems[i // samples].answer) for i, text in enumerate(texts)]
@@ -35,5 +35,5 @@ def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=No
         "worked": mean(worked),
         "worked_accuracy": mean([r for r, w in zip(right, worked) if w]),
         "direct_accuracy": mean([r for r, w in zip(right, worked) if not w]),
-        "pass_at_k": {k: mean([pass_at_k(samples, int(c), k) for c in correct]) for k in (1, 4, 16, 64, 256) if k <= samples},
+        "pass_at_k": {f"pass@{k}": mean([pass_at_k(samples, int(c), k) for c in correct]) for k in (1, 4, 16, 64, 256) if k <= samples},
     }

@@ -1,0 +1,395 @@
+"""Stage 3 for checkable answers: GRPO, reinforcement learning with verifiable rewards and without a critic.
+
+For each prompt sample a group of G responses, let a verifier score them, and push each response up or down by how much better it did than
+its group:
+
+    A_i   = (r_i - mean(r)) / (std(r) + eps)                            one number for all tokens of response i
+    rho_t = pi(token_t) / pi_old(token_t)                               1 on the first update of a rollout
+    loss  = -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta * KL_t,   averaged over tokens and responses
+
+    python grpo.py           makes out/base.pt and out/sft.pt first if they are missing; then 100 steps
+    python grpo.py --variant dr_grpo | dapo | rloo | gspo | cispo       the same loop with other switches: see VARIANTS
+
+What to expect (defaults, two CPU cores): held-out accuracy from 0.45 to 0.97 and mean length from 7 to 9 tokens. Nobody rewards length: of the
+habits that pretraining left in the model, working it out is the one that gets answers right, so it takes over. pass@64 was close to 1
+all along: the right answers were there to be found, RL made them likely.
+
+What to look at: `zero-var` is the share of groups whose rewards are all equal; they carry no signal, and there are more of them as the policy gets
+better. `kl` is KL(policy || SFT model) in nats per response (the k3 estimate: never negative), how far the policy has moved. The loss says nothing: on
+the first update of a rollout its value is a mean of advantages, zero or nearly so, with a gradient that is not.
+
+A response cut off at --max-new-tokens is judged as it stands: it gets no reward unless it says the right answer, and its tokens are trained like all others.
+
+Sources: Shao et al. 2024 (DeepSeekMath, GRPO, arXiv:2402.03300), Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), Yu et al. 2025 (DAPO, arXiv:2503.14476), Ahmadian et al.
+2024 (RLOO, arXiv:2402.14740), Zheng et al. 2025 (GSPO, arXiv:2507.18071), MiniMax 2025 (CISPO, arXiv:2506.13585). Deliberately left out: a reward or value model
+(ppo.py), a separate sampling engine and its importance weights, tool calls, process rewards.
+"""
+
+import copy
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import common
+from data import accuracy_reward, get_tokenizer, stories
+from data.evaluation import evaluate, sample_responses
+from gpt import GPT, GPTConfig, Rollout
+from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
+
+# What the papers changed, as switches. A flag of the same name wins.
+VARIANTS = {
+    "grpo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="sequence", beta=0.04, kl="k3"),
+    "dr_grpo": dict(baseline="mean", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="constant", beta=0.0, kl="k3"),
+    "dapo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.28, aggregate="token", beta=0.0, kl="k3",
+                 dynamic_sampling=True, overlong_buffer=4),
+    "rloo": dict(baseline="leave_one_out", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="constant", beta=0.05,
+                 kl="reward"),
+    "gspo": dict(baseline="mean", scale="std", ratio="sequence", surrogate="clip", clip_low=3e-4, clip_high=4e-4, aggregate="sequence", beta=0.0, kl="k3"),
+    "cispo": dict(baseline="mean", scale="std", ratio="token", surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregate="token", beta=0.0, kl="k3"),
+}  # fmt: skip
+
+
+@dataclass
+class Config:
+    seed: int = 0  # of the problems and of the sampling
+    steps: int = 100  # rollouts; each is followed by epochs * minibatches optimizer steps
+    out: str = "out"  # folder for grpo.pt and grpo/
+    device: str = "auto"  # auto, cpu, cuda, mps
+    resume: bool = False  # continue from the checkpoint
+    init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "grpo"  # sets the switches that are not given as flags
+    prompts: int = 32  # prompts per step
+    group_size: int = 8  # G, responses per prompt
+    max_new_tokens: int = 16  # longest response
+    temperature: float = 1.0  # of sampling, and of every log-probability
+    epochs: int = 1  # passes over each rollout
+    minibatches: int = 1  # optimizer steps per epoch
+    micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
+    lr: float = 5e-4  # learning rate after the warm-up
+    warmup: int = 10  # steps of linear warm-up
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this
+    baseline: Literal["mean", "leave_one_out"] | None = None  # what a reward is compared with: its group, or the others of its group
+    scale: Literal["std", "none", "batch"] | None = None  # advantages are divided by the group's std, by nothing, or by the batch's std
+    ratio: Literal["token", "sequence"] | None = None  # importance ratio of each token, or its geometric mean over the response
+    surrogate: Literal["clip", "cispo"] | None = None  # PPO's clipped objective, or CISPO's clipped weight
+    clip_low: float | None = None  # the ratio is clipped below at 1 - this
+    clip_high: float | None = None  # and above at 1 + this
+    aggregate: Literal["sequence", "token", "constant"] | None = None  # mean per response, per token of the step, or over a constant
+    beta: float | None = None  # weight of the KL to the reference; at 0 no reference model is run
+    kl: Literal["k1", "k2", "k3", "exact", "reward"] | None = None  # its estimate as a loss, or k1 subtracted from the reward
+    dynamic_sampling: bool | None = None  # drop groups of equal rewards and sample others
+    overlong_buffer: int | None = None  # the last so many tokens before max_new_tokens cost up to -1 reward; 0: none
+    eval_every: int = 20  # steps between two held-out evaluations
+    evaluate: int = 512  # held-out problems
+    pass_k: int = 64  # samples per held-out problem before and after the run, for pass@k
+    log_every: int = 5  # steps between two lines
+    save_every: int = 10  # steps between two checkpoints
+
+    def check(self):
+        for name, value in {"dynamic_sampling": False, "overlong_buffer": 0, **VARIANTS[self.variant]}.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        for flag in ("prompts", "group_size", "max_new_tokens", "epochs", "minibatches", "micro_batch", "eval_every", "evaluate", "pass_k", "log_every", "save_every"):
+            if getattr(self, flag) < 1:
+                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 1")
+        if self.group_size == 1 and (self.scale == "std" or self.baseline == "leave_one_out"):
+            raise ValueError("--group-size 1: a group of one has neither a std nor others to compare with; use at least 2")
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature {self.temperature}: must be above 0, a greedy policy has no gradient")
+        if not self.lr > 0 or not self.max_grad_norm > 0:
+            raise ValueError(f"--lr {self.lr} and --max-grad-norm {self.max_grad_norm}: must be above 0")
+        if self.beta < 0 or self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError(f"--beta {self.beta}, --clip-low {self.clip_low}, --clip-high {self.clip_high}: must not be negative")
+        if self.minibatches > self.prompts:
+            raise ValueError(f"--minibatches {self.minibatches}: at most one per prompt, and there are {self.prompts}")
+        if not 0 <= self.overlong_buffer <= self.max_new_tokens:
+            raise ValueError(f"--overlong-buffer {self.overlong_buffer}: must be between 0 and --max-new-tokens {self.max_new_tokens}")
+        get_tokenizer(self.tokenizer)
+
+
+def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
+    """How much better each response did than its group. rewards [P, G], P prompts with G responses each -> advantages [P, G].
+
+    baseline "mean": r_i - mean(r) (DeepSeekMath, section 4.1.2). "leave_one_out": r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, section 2.2), whose
+    policy gradient is unbiased; the group mean's is (1 - 1/G) times that. scale "std": over the group's std (with ddof) + eps; "none": Dr. GRPO, because
+    dividing by the std gives very easy and very hard prompts more weight; "batch": over the std of all rewards. A group of equal rewards has
+    exactly zero advantages, whatever the rounding of its mean. A reward of NaN (nothing could be said) gives 0 and stays out of the
+    baseline. Raises ValueError for groups of one with "std" or "leave_one_out", or an unknown name.
+    """
+    if baseline not in ("mean", "leave_one_out") or scale not in ("std", "none", "batch"):
+        raise ValueError(f"unknown baseline {baseline!r} or scale {scale!r}")
+    G = rewards.shape[1]
+    if G == 1 and (scale == "std" or baseline == "leave_one_out"):
+        raise ValueError("a group of one has neither a std nor others to compare with: group_size must be at least 2")
+    scored = ~rewards.isnan()  # [P, G]
+    n = scored.sum(1, keepdim=True).clamp(min=1)  # [P, 1]
+    filled = torch.where(scored, rewards, 0.0)
+    centered = torch.where(scored, rewards - filled.sum(1, keepdim=True) / n, 0.0)
+    highest = torch.where(scored, rewards, -torch.inf).amax(1, keepdim=True)
+    lowest = torch.where(scored, rewards, torch.inf).amin(1, keepdim=True)
+    centered = torch.where(highest > lowest, centered, 0.0)  # the mean of eight 0.1 is not 0.1 in float32
+    if baseline == "leave_one_out":
+        advantages = centered * n / (n - 1).clamp(min=1)
+    else:
+        advantages = centered
+    if scale == "std":
+        advantages = advantages / ((centered.square().sum(1, keepdim=True) / (n - ddof).clamp(min=1)).sqrt() + eps)
+    elif scale == "batch":
+        advantages = advantages / (rewards[scored].std(correction=ddof) + eps)
+    return advantages
+
+
+def aggregate_loss(per_token, mask, aggregate="token", max_tokens=None, denominator=None):
+    """Per-token losses [B, T] -> scalar. "sequence": mean over responses of their token mean (GRPO; long wrong answers are pushed down less per token).
+    "token": mean over all tokens (DAPO). "constant": sum / (B * max_tokens) (Dr. GRPO; no length bias).
+
+    `denominator` is for a micro-batch: B, the tokens, or B * max_tokens of the whole optimizer step, so that the parts add up to it.
+    """
+    per_token = torch.where(mask > 0, per_token, 0.0)
+    if aggregate == "sequence":
+        return (per_token.sum(1) / mask.sum(1).clamp(min=1)).sum() / (denominator or len(mask))
+    if aggregate == "token":
+        return per_token.sum() / (denominator or mask.sum().clamp(min=1))
+    if aggregate == "constant":
+        if denominator is None and max_tokens is None:
+            raise ValueError('aggregate="constant" needs max_tokens')
+        return per_token.sum() / (denominator or len(mask) * max_tokens)
+    raise ValueError(f"unknown aggregate {aggregate!r}: sequence, token or constant")
+
+
+def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, aggregate="token", max_tokens=None, ratio="token", ref_logp=None,
+                beta=0.0, kl="k3", surrogate="clip", exact_kl=None, denominator=None):  # fmt: skip
+    """The loss of all variants. logp, old_logp, ref_logp, mask [B, T], advantages [B] -> (scalar loss, stats).
+
+    rho = exp(logp - old_logp), or for ratio="sequence" its geometric mean over the response, exp(mean_t(logp - old_logp)) (GSPO, eq. 7).
+    surrogate "clip":  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); no gradient once rho has left the range in the direction A pushes.
+    surrogate "cispo": -stopgrad(clip(rho, 1 - clip_low, 1 + clip_high)) A logp (MiniMax-M1, eq. 4); every token keeps a gradient.
+    beta > 0 adds beta * KL to each token: kl_estimate(logp, ref_logp, kl), or for kl="exact" `exact_kl` [B, T].
+    Only slots with mask = 1 count. `aggregate`, `max_tokens`, `denominator`: see aggregate_loss.
+    stats are means over tokens: clip_fraction, approx_kl = (logp - old_logp)^2 / 2, and kl (k3) where there is ref_logp.
+    """
+    on = mask > 0
+    log_ratio = torch.where(on, logp - old_logp, 0.0)  # [B, T]
+    tokens = mask.sum().clamp(min=1)
+    stats = {"approx_kl": (log_ratio.detach().square() / 2).sum() / tokens}
+    if ratio == "sequence":
+        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(logp)
+    elif ratio != "token":
+        raise ValueError(f"unknown ratio {ratio!r}: token or sequence")
+    rho, A = log_ratio.exp(), advantages[:, None]  # [B, T], [B, 1]
+    clipped = rho.clamp(1 - clip_low, 1 + clip_high)
+    if surrogate == "clip":
+        per_token = -torch.minimum(rho * A, clipped * A)
+        was_clipped = clipped * A < rho * A
+    elif surrogate == "cispo":
+        per_token = -clipped.detach() * A * torch.where(on, logp, 0.0)
+        was_clipped = clipped != rho
+    else:
+        raise ValueError(f"unknown surrogate {surrogate!r}: clip or cispo")
+    stats["clip_fraction"] = (was_clipped & on).sum() / tokens
+    if ref_logp is not None:
+        stats["kl"] = torch.where(on, kl_estimate(logp.detach(), ref_logp), 0.0).sum() / tokens
+    if beta:
+        kl_t = exact_kl if kl == "exact" else kl_estimate(torch.where(on, logp, 0.0), torch.where(on, ref_logp, 0.0), kl)
+        per_token = per_token + beta * kl_t
+    return aggregate_loss(per_token, mask, aggregate, max_tokens, denominator), stats
+
+
+def kl_in_reward(rewards, logp, ref_logp, mask, beta):
+    """RLOO's penalised rewards: r_i - beta * sum_t (logp - ref_logp). rewards [B], the others [B, T] -> [B]. Without gradient: as a penalty in the reward the
+    k1 estimate has the right gradient, as a loss it has none."""
+    return rewards - beta * torch.where(mask > 0, logp - ref_logp, 0.0).sum(1).detach()
+
+
+def overlong_penalty(lengths, max_tokens, buffer):
+    """DAPO's soft punishment (eq. 13), added to the reward: 0 up to max_tokens - buffer tokens, then linearly down to -1 at max_tokens. [B] -> [B]"""
+    return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def response_logits(model, rollout, rows):
+    """Logits [N, V] at the N slots that predict response tokens of these rows, and those tokens [N]. Nothing is computed for padding on the left, and the head
+    only for response tokens."""
+    ids, predicts = rollout.right_padded(rows)  # [b, L]
+    return model.lm_head(model.hidden(ids)[predicts]), ids.roll(-1, dims=1)[predicts]
+
+
+def to_slots(values, mask):
+    """values [N], in the order of the ones of mask [b, T] -> [b, T], 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask > 0, values)
+
+
+@torch.no_grad()
+def rollout_logprobs(model, rollout, micro_batches, temperature):
+    """Log-probabilities [B, T] of a rollout's tokens under `model`."""
+    logp = torch.zeros_like(rollout.logp)
+    for rows in micro_batches:
+        logits, tokens = response_logits(model, rollout, rows)
+        logp[rows] = to_slots(token_logprobs(logits, tokens, temperature), rollout.mask[rows])
+    return logp
+
+
+def sample_groups(policy, tokenizer, config, step):
+    """The rollout of one step: G responses to each of config.prompts training problems. Returns (rollout of P * G rows, accuracy rewards [P, G],
+    share of groups with equal rewards). With dynamic sampling (DAPO, section 3.2) those groups are dropped and other problems are sampled, up to
+    four times as many; when even that yields nothing, the last ones stay: their advantages are zero."""
+    rng = random.Random(common.seed_of("problems", config.seed, step))
+    noise = common.generator(config.device, "sampling", config.seed, step)
+    rollouts, rewards, drawn, equal = [], [], 0, 0
+    while sum(map(len, rewards)) < config.prompts and drawn < (4 if config.dynamic_sampling else 1) * config.prompts:
+        problems = [stories.make_problem(rng) for _ in range(config.prompts)]
+        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems for _ in range(config.group_size)]
+        rollout = policy.generate(prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=noise)
+        right = [accuracy_reward(text, problems[i // config.group_size].answer) for i, text in enumerate(rollout.texts(tokenizer))]
+        reward = torch.tensor(right, device=config.device).view(-1, config.group_size)  # [prompts, G]
+        informative = reward.amax(1) > reward.amin(1)
+        drawn, equal = drawn + len(reward), equal + int((~informative).sum())
+        if config.dynamic_sampling:
+            room = config.prompts - sum(map(len, rewards))
+            keep = informative.nonzero()[:room, 0]
+            if not len(keep) and not rewards and drawn == 4 * config.prompts:
+                keep = torch.arange(len(reward), device=config.device)
+            rollout = rollout.select((keep[:, None] * config.group_size + torch.arange(config.group_size, device=config.device)).view(-1))
+            reward = reward[keep]
+        rollouts.append(rollout)
+        rewards.append(reward)
+    return Rollout.cat(rollouts), torch.cat(rewards), equal / drawn
+
+
+def main(config):
+    # 0. The policy, and a frozen copy of it as the reference if the KL counts
+    tokenizer = get_tokenizer(config.tokenizer)
+    init = config.init or os.path.join(config.out, "sft.pt")
+    if not config.init:
+        common.make_if_missing("sft", init, config)
+    checkpoint = common.load_checkpoint(init, tokenizer)
+    run = common.Run("grpo", config, tokenizer, "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second")
+    policy = GPT(GPTConfig(**checkpoint["model_config"]))
+    policy.load_state_dict(checkpoint["model"])
+    policy.to(config.device)
+    reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    step = run.restore(policy, optimizer)
+    switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
+    print(f"GRPO from {init}, variant {config.variant}: " + ", ".join(f"{name} {value}" for name, value in switches.items()))
+
+    held_out = stories.held_out_problems(config.evaluate)
+    longest = max(len(tokenizer.encode_ordinary(problem.prompt)) for problem in held_out)
+    if longest + config.max_new_tokens > policy.config.context:
+        raise SystemExit(
+            f"--max-new-tokens {config.max_new_tokens}: with prompts of up to {longest} tokens that exceeds the context of {policy.config.context} of {init}"
+        )
+
+    def held_out_scores(samples):
+        noise = common.generator(config.device, "held out", config.seed)
+        scores = evaluate(policy, tokenizer, held_out, config.max_new_tokens, samples, noise)
+        texts, lengths = sample_responses(policy, tokenizer, held_out[:6], config.max_new_tokens, generator=noise)
+        run.sample(step, "\n".join(
+            f"- {problem.prompt}\n  `{text.strip()}` reward {accuracy_reward(text, problem.answer):.0f}, {length} tokens"
+            for problem, text, length in zip(held_out, texts, lengths)
+        ))  # fmt: skip
+        return scores
+
+    if not config.resume:
+        scores = held_out_scores(config.pass_k)
+        run.log(0, accuracy=scores["accuracy"], length=scores["length"], **scores["pass_at_k"])
+        run.save(0, policy, optimizer)
+
+    tokens, busy = 0, 0.0
+    while step < config.steps:
+        # 1. Rollout
+        began = time.perf_counter()
+        rollout, accuracy, zero_variance = sample_groups(policy, tokenizer, config, step)
+        mask, lengths = rollout.mask, rollout.mask.sum(1)  # [B, T], [B], B = P * G
+        step += 1
+
+        # 2. The rows of each optimizer step (whole groups), cut into micro-batches of like length
+        P, G = accuracy.shape
+        order = random.Random(common.seed_of("minibatches", config.seed, step)).sample(range(P), P)
+        sizes = (rollout.attention_mask.sum(1)).tolist()
+        minibatches = []
+        for i in range(config.minibatches):
+            rows = [p * G + g for p in order[i :: config.minibatches] for g in range(G)]
+            minibatches.append([[rows[j] for j in part] for part in common.by_length([sizes[r] for r in rows], config.micro_batch)])
+        micro_batches = [rows for minibatch in minibatches for rows in minibatch]
+
+        # 3. Log-probabilities of the reference, and of the policy that sampled if it will change before the rollout is used up
+        ref_logp = rollout_logprobs(reference, rollout, micro_batches, config.temperature) if reference else None  # [B, T]
+        several = config.epochs * config.minibatches > 1
+        old_logp = rollout_logprobs(policy, rollout, micro_batches, config.temperature) if several else None  # [B, T]
+
+        # 4. Rewards and advantages
+        rewards = accuracy.view(-1)  # [B]
+        if config.overlong_buffer:
+            rewards = rewards + overlong_penalty(lengths, config.max_new_tokens, config.overlong_buffer)
+        if config.kl == "reward" and reference:
+            rewards = kl_in_reward(rewards, rollout.logp, ref_logp, mask, config.beta)
+        advantages = group_advantages(rewards.view(P, G), config.baseline, config.scale).view(-1)  # [B]
+
+        # 5. Updates
+        stats = dict.fromkeys(("loss", "entropy", "approx_kl", "clip_fraction", "kl", "grad_norm"), 0.0)
+        lr = config.lr * min(1.0, step / max(config.warmup, 1))
+        for minibatch in minibatches * config.epochs:
+            rows_here = [row for rows in minibatch for row in rows]
+            tokens_here = int(lengths[rows_here].sum())
+            denominator = {"sequence": len(rows_here), "token": tokens_here, "constant": len(rows_here) * config.max_new_tokens}[config.aggregate]
+            for rows in minibatch:
+                logits, targets = response_logits(policy, rollout, rows)  # [N, V], [N]
+                logp, entropy = token_logprobs_and_entropy(logits, targets, config.temperature)  # [N], [N]
+                logp = to_slots(logp, mask[rows])  # [b, T]
+                exact_kl = None
+                if config.kl == "exact" and reference:
+                    with torch.no_grad():
+                        ref_logits, _ = response_logits(reference, rollout, rows)
+                    exact_kl = to_slots(token_kl(logits, ref_logits, config.temperature), mask[rows])
+                loss, part = policy_loss(
+                    logp, old_logp[rows] if several else logp.detach(), advantages[rows], mask[rows], config.clip_low, config.clip_high,
+                    config.aggregate, config.max_new_tokens, config.ratio, ref_logp[rows] if reference else None,
+                    0.0 if config.kl == "reward" else config.beta, config.kl, config.surrogate, exact_kl, denominator,
+                )  # fmt: skip
+                loss.backward()
+                stats["loss"] += loss.item()
+                for name, value in (*part.items(), ("entropy", entropy.mean())):  # token means: weigh them by tokens
+                    stats[name] += value.item() * len(targets) / tokens_here
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
+            run.require_finite(step, loss=stats["loss"], grad_norm=grad_norm)
+            stats["grad_norm"] += grad_norm
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = {name: value / (config.epochs * config.minibatches) for name, value in stats.items()}
+        stats["kl"] = stats["kl"] * lengths.float().mean().item() if reference else None  # nats per token -> per response
+        tokens, busy = tokens + int(rollout.attention_mask.sum()), busy + time.perf_counter() - began
+
+        # 6. Log and checkpoint
+        if step % config.log_every == 0 or step % config.eval_every == 0 or step == config.steps:
+            scores = {}
+            if step % config.eval_every == 0 or step == config.steps:
+                scores = held_out_scores(config.pass_k if step == config.steps else 1)
+            run.log(
+                step, reward=rewards.mean().item(), accuracy=scores.get("accuracy"), length=lengths.float().mean().item(),
+                zero_variance=zero_variance, lr=lr, tokens_per_second=tokens / busy, **stats, **scores.get("pass_at_k", {}),
+            )  # fmt: skip
+            tokens, busy = 0, 0.0
+        run.save(step, policy, optimizer, config.save_every)
+
+    # 7. What happened, in five lines
+    first, last = run.metrics()[0], run.metrics()[-1]
+    k = max(int(name.rpartition("@")[2]) for name in first if name.startswith("pass@"))
+    print(f"""
+{config.variant}, {config.steps} steps of {config.prompts} x {config.group_size} responses, {last["seconds"]:.0f} seconds, {len(held_out)} held-out problems
+  accuracy (pass@1)   {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}    one sample at temperature 1
+  pass@{k:<14}  {first[f"pass@{k}"]:.3f} -> {last[f"pass@{k}"]:.3f}    at least one of {k} samples: what the model could do all along
+  response length     {first["length"]:5.1f} -> {last["length"]:5.1f}    tokens; nobody rewarded length
+  files               {run.path}, {run.folder}/ (metrics.jsonl, samples.md, curves.png)
+next: read {run.folder}/samples.md; python grpo.py --variant dr_grpo --seed 1 --out out1; change the reward in grpo.py:sample_groups""")
+    run.plot("accuracy", "length", "reward", "entropy")
+
+
+if __name__ == "__main__":
+    main(common.parse(Config, __doc__))
