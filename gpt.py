@@ -299,7 +299,7 @@ def right_pad(sequences):
 @dataclass
 class Config:
     seed: int = 0  # of the initial weights and of the documents
-    steps: int = 500  # optimizer steps
+    steps: int = 1000  # optimizer steps
     out: str = "out"  # folder for base.pt and base/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint
@@ -308,12 +308,12 @@ class Config:
     n_layer: int = 3  # transformer blocks
     n_head: int = 4  # attention heads
     n_embd: int = 128  # width
-    documents: int = 64  # documents per step
+    documents: int = 32  # documents per step
     micro_batch: int = 32  # documents per forward and backward pass
     lr: float = 2e-3  # peak learning rate
-    warmup: int = 50  # steps of linear warm-up; then a cosine down to a tenth
-    log_every: int = 25  # steps between two lines
-    save_every: int = 50  # steps between two checkpoints
+    warmup: int = 100  # steps of linear warm-up; then a cosine down to a tenth
+    log_every: int = 50  # steps between two lines
+    save_every: int = 100  # steps between two checkpoints
     evaluate: int = 512  # held-out problems that the finished model is sampled on
 
     def check(self):

@@ -42,7 +42,7 @@ from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_en
 
 # What the papers changed, as switches. A flag of the same name wins.
 VARIANTS = {
-    "grpo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="sequence", beta=0.04, kl="k3"),
+    "grpo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="sequence", beta=0.01, kl="k3"),
     "dr_grpo": dict(baseline="mean", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="constant", beta=0.0, kl="k3"),
     "dapo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.28, aggregate="token", beta=0.0, kl="k3",
                  dynamic_sampling=True, overlong_buffer=4),
@@ -68,10 +68,10 @@ class Config:
     max_new_tokens: int = 16  # longest response
     temperature: float = 1.0  # of sampling, and of every log-probability
     epochs: int = 1  # passes over each rollout
-    minibatches: int = 1  # optimizer steps per epoch
+    minibatches: int = 4  # optimizer steps per epoch
     micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
-    lr: float = 5e-4  # learning rate after the warm-up
-    warmup: int = 10  # steps of linear warm-up
+    lr: float = 1.5e-4  # peak learning rate
+    warmup: int = 10  # steps of linear warm-up (Adam's first steps are its wildest); then linearly down to 0
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     baseline: Literal["mean", "leave_one_out"] | None = None  # what a reward is compared with: its group, or the others of its group
     scale: Literal["std", "none", "batch"] | None = None  # advantages are divided by the group's std, by nothing, or by the batch's std
@@ -332,7 +332,7 @@ def main(config):
 
         # 5. Updates
         stats = dict.fromkeys(("loss", "entropy", "approx_kl", "clip_fraction", "kl", "grad_norm"), 0.0)
-        lr = config.lr * min(1.0, step / max(config.warmup, 1))
+        lr = config.lr * min(1.0, step / max(config.warmup, 1)) * (1 - (step - 1) / config.steps)
         for minibatch in minibatches * config.epochs:
             rows_here = [row for rows in minibatch for row in rows]
             tokens_here = int(lengths[rows_here].sum())

@@ -1,15 +1,15 @@
 """The embedded task: small stories with a number in them, and "the internet" that talks about them.
 
-    By the sea, the otter has 7 shells. It finds 3. It drops 2. It doubles its pile. It naps. It loses 5. It wins 1. How many?
-     -> 10 -> 8 -> 16 -> 16 -> 11 -> 12 #### 12
+    By the sea, the otter has 7 shells. It finds 3. It drops 2. It doubles its pile. It naps. It loses 4. It wins 1. How many?
+     -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13
 
 Six things happen, each changes the number of things an animal owns (or not: a nap is a nap), and the question is how
 many it has in the end. Guessing the end at once is hard, because doubling and halving do not commute with adding;
 following the story one event at a time is easy. The corpus (`base_document`) holds three habits, in fixed shares:
 
-    direct   0.40   " #### 12"                                      right, but hard to learn: one token for six steps
-    worked   0.45   " -> 10 -> 8 -> 16 -> 16 -> 11 -> 12 #### 12"   right, easy to learn
-    slip     0.15   the same with one miscounted step, carried on to a wrong answer
+    direct   0.45   " #### 13"                                      right, but hard to learn: one token for six steps
+    worked   0.42   " -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13"   right, easy to learn
+    slip     0.13   the same with one miscounted step, carried on to a wrong answer
 
 and half of its documents write "Answer:" where the others write "####". So pretraining installs all the habits,
 supervised fine-tuning (`sft_example`: the same habits, always "####") teaches the format, and a reward for the right
@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from data.rewards import accuracy_reward, format_reward
 
 EVENTS = 6  # things that happen in one story
+MOST = 4  # that one event adds or takes away
 TOP = 20  # nobody ever owns more than this, or less than 1
 HELD_OUT_ONE_IN = 20  # share of all possible stories that no training stage may see
-DIRECT, WORKED, SLIP = 0.40, 0.45, 0.15  # the habits of the corpus
+DIRECT, WORKED, SLIP = 0.45, 0.42, 0.13  # the habits of the corpus
 
 PLACES = ["The", "Today the", "By the sea, the", "In the old barn, the"]
 ANIMALS = ["otter", "crab", "magpie", "fox", "mouse", "badger", "hen", "squirrel", "frog", "mole", "goose", "bear"]
@@ -78,9 +79,9 @@ def make_problem(rng, held_out=False):
         while len(events) < EVENTS:
             kind = rng.random()
             if kind < 0.35:
-                event = f" It {rng.choice(GAINS)} {rng.randint(1, 5)}."
+                event = f" It {rng.choice(GAINS)} {rng.randint(1, MOST)}."
             elif kind < 0.70:
-                event = f" It {rng.choice(LOSSES)} {rng.randint(1, 5)}."
+                event = f" It {rng.choice(LOSSES)} {rng.randint(1, MOST)}."
             elif kind < 0.80:
                 event = DOUBLE
             elif kind < 0.90:
@@ -99,12 +100,12 @@ def make_problem(rng, held_out=False):
 
 
 def direct_answer(problem, marker="####"):
-    """The answer at once: " #### 12"."""
+    """The answer at once: " #### 13"."""
     return f" {marker} {problem.answer}"
 
 
 def worked_answer(problem, marker="####", totals=None):
-    """The running totals, then the answer: " -> 10 -> 8 ... #### 12"."""
+    """The running totals, then the answer: " -> 10 -> 8 ... #### 13"."""
     totals = totals or problem.totals
     return "".join(f" -> {n}" for n in totals) + f" {marker} {totals[-1]}"
 
