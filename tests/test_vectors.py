@@ -1,0 +1,342 @@
+"""Every public numeric case that belongs to gpt.py, sft.py, grpo.py, kernels/ and data/, in float64 to 1e-6; and the bugs that others shipped."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import BUGS, CASES, close, tensor
+
+import grpo
+import sft
+from data import accuracy_reward, extract_answer, format_reward, last_boxed, last_number, pass_at_k
+from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
+
+
+def case(name):
+    return CASES[name]["inputs"], CASES[name]["expected"]
+
+
+@pytest.mark.parametrize("name", ["logp/shift_gather_T1.0", "logp/shift_gather_T0.7"])
+def test_logprobs_of_a_completion(name):
+    x, y = case(name)
+    logp = token_logprobs(tensor(x["logits"])[:-1], torch.tensor(x["input_ids"])[1:], x["temperature"])
+    close(logp, y["per_token_logp_all"])
+    close(logp[x["prompt_len"] - 1 :], y["completion_logps"])
+    close(logp[x["prompt_len"] - 1 :].sum(), y["sum"])
+    close(logp[x["prompt_len"] - 1 :].mean(), y["mean"])
+
+
+def test_sft_normalisation():
+    x, y = case("sft/normalisation_and_grad_accum")
+    nll, mask = tensor(x["per_token_nll"]), tensor(x["loss_mask"])
+    close(sft.token_mean(nll, mask), y["token_mean"])
+    parts = [sft.token_mean(nll[i : i + 1], mask[i : i + 1], tokens=mask.sum()) for i in range(len(nll))]
+    close(sum(parts), y["correct_accum_each_micro_sum_over_global_tokens"])
+
+
+def test_kl_estimators():
+    x, y = case("kl/k1_k2_k3")
+    logp, ref, mask = tensor(x["logp"]), tensor(x["ref_logp"]), tensor(x["mask"])
+    for kind in ("k1", "k2", "k3"):
+        value = kl_estimate(logp, ref, kind) * mask
+        close(value, y[kind])
+        close(value.sum() / mask.sum(), y[f"mean_{kind}"])
+    close((kl_estimate(logp, ref, "k1") * mask).sum(1), y["seq_sum_k1"])
+    x, y = case("kl/k3_small_difference_precision")
+    close(kl_estimate(tensor(x["logp"]), tensor(x["ref_logp"]), "k3"), [y["k3"]], atol=1e-15)
+
+
+def test_kl_bias_variance_and_gradients_by_enumeration():
+    x, y = case("kl/exact_bias_variance_gradients")
+    logits = tensor(x["logits"]).requires_grad_()
+    ref = tensor(x["ref_probs"]).log()
+    logp = logits.log_softmax(0)
+    p = logp.detach().exp()  # samples come from the policy: expectations weigh by p, gradients go through logp only
+    close(token_kl(logits.detach(), ref), y["KL_q_p"])
+    for kind in ("k1", "k2", "k3"):
+        value = kl_estimate(logp, ref, kind)
+        mean = (p * value).sum()
+        close(mean, y[f"E_{kind}"])
+        close((p * (value - mean) ** 2).sum().sqrt(), y[f"sd_{kind}"])
+        close(torch.autograd.grad(mean, logits, retain_graph=True)[0], y[f"grad_{kind}_as_loss"])
+    exact = token_kl(logits, ref)
+    close(torch.autograd.grad(exact, logits, retain_graph=True)[0], y["grad_true"])
+    reinforce = (p * kl_estimate(logp, ref, "k1").detach() * logp).sum()
+    close(torch.autograd.grad(reinforce, logits)[0], y["grad_k1_in_reward_reinforce"])
+
+
+def test_entropy():
+    x, y = case("ppo/entropy")
+    logits = tensor(x["logits"])
+    _, entropy = token_logprobs_and_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long))
+    close(entropy, y["entropy"])
+    close((entropy * tensor(x["mask"])).sum() / tensor(x["mask"]).sum(), y["masked_mean"])
+
+
+def test_group_advantages():
+    x, y = case("grpo/group_advantage")
+    rewards = tensor(x["rewards"]).view(-1, x["group_size"])
+    for key, options in {
+        "trl_group_ddof1_eps1e4": {},
+        "ddof0_eps1e4": dict(ddof=0),
+        "verl_ddof1_eps1e6": dict(eps=1e-6),
+        "ddof0_eps0_paper_style": dict(ddof=0, eps=0.0),
+        "dr_grpo_centered": dict(scale="none"),
+        "batch_std_ddof1_eps1e4": dict(scale="batch"),
+        "rloo": dict(baseline="leave_one_out", scale="none"),
+    }.items():
+        advantages = grpo.group_advantages(rewards, **options)
+        if key == "ddof0_eps0_paper_style":
+            advantages = advantages.nan_to_num()  # 0 / 0 in the group of equals: the paper has no eps
+        close(advantages.view(-1), y[key])
+
+
+def test_equal_rewards_in_float32_are_exactly_zero():
+    x, _ = case("grpo/all_equal_float32")
+    rewards = torch.tensor([x["rewards"]])
+    for baseline, scale in itertools.product(("mean", "leave_one_out"), ("std", "none")):
+        assert grpo.group_advantages(rewards, baseline, scale, eps=1e-8).eq(0).all()
+
+
+def test_dynamic_sampling_keeps_mixed_groups():
+    x, y = case("dapo/dynamic_sampling")
+    rewards = tensor(x["rewards"]).view(-1, x["group_size"])
+    assert grpo.group_advantages(rewards).ne(0).any(1).nonzero()[:, 0].tolist() == y["kept_groups"]
+
+
+def test_expected_share_of_zero_variance_groups():
+    x, y = case("grpo/zero_variance_expected_fraction")
+    for G in x["G"]:
+        for p, expected in zip(x["p"], y["frac"][str(G)]):
+            share = 0.0
+            for c in range(G + 1):  # c of G right
+                rewards = tensor([[1.0] * c + [0.0] * (G - c)])
+                equal = bool(grpo.group_advantages(rewards).eq(0).all())
+                share += equal * math.comb(G, c) * p**c * (1 - p) ** (G - c)
+            close(share, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["grpo/loss_ragged", "grpo/loss_ragged/clip_higher_no_kl"])
+def test_ragged_loss(name):
+    x, y = case(name)
+    logp, old, ref, mask = (tensor(x[k]) for k in ("logp", "old_logp", "ref_logp", "mask"))
+    L = x["max_completion_length"]
+
+    def loss(aggregate, max_tokens=L, rows=slice(None), denominator=None):
+        value, _ = grpo.policy_loss(logp[rows], old[rows], tensor(x["advantages"])[rows], mask[rows], x["eps_low"], x["eps_high"], aggregate,
+                                    max_tokens, ref_logp=ref[rows], beta=x["beta"], denominator=denominator)  # fmt: skip
+        return value
+
+    close(loss("sequence"), y["grpo_seq_mean"])
+    close(loss("token"), y["dapo_token_mean"])
+    close(loss("constant"), y["dr_grpo_const"])
+    close(loss("constant", 1) * len(logp), y["seq_sum_mean"] * len(logp))
+    # one row after the other, with the whole step's denominators
+    for aggregate, denominator in (("sequence", 2), ("token", mask.sum()), ("constant", 2 * L)):
+        parts = [loss(aggregate, rows=slice(i, i + 1), denominator=denominator) for i in range(2)]
+        close(sum(parts), loss(aggregate).item())
+    # token by token
+    per_token, kl = tensor(y["per_token_loss"]), tensor(y["per_token_kl"])
+    for i, t in itertools.product(range(2), range(mask.shape[1])):
+        one = torch.zeros_like(mask)
+        one[i, t] = mask[i, t]
+        value, stats = grpo.policy_loss(logp, old, tensor(x["advantages"]), one, x["eps_low"], x["eps_high"], ref_logp=ref, beta=x["beta"])
+        close(value, per_token[i, t].item())
+        close(stats["kl"], kl[i, t].item() * mask[i, t].item())
+
+
+def test_loss_value_on_policy_is_not_a_progress_meter():
+    x, y = case("grpo/on_policy_loss_value")
+    mask = (torch.arange(3) < torch.tensor(x["lengths"])[:, None]).double()
+    logp = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    for aggregate, key in (("sequence", "grpo_seq_mean"), ("token", "dapo_token_mean"), ("constant", "dr_grpo_const_L3")):
+        loss, _ = grpo.policy_loss(logp, logp.detach(), tensor(x["advantages"]), mask, aggregate=aggregate, max_tokens=3)
+        close(loss, y[key])
+        assert torch.autograd.grad(loss, logp)[0].abs().sum() > 0.3
+
+
+def test_gradient_weights():
+    x, y = case("grpo/gradient_weights")
+    L = x["max_completion_length"]
+    mask = (torch.arange(L) < torch.tensor(x["lengths"])[:, None]).double()
+    logp = torch.full((2, L), -1.0, dtype=torch.float64, requires_grad=True)
+    for key, options in {
+        "grpo": dict(aggregate="sequence"),
+        "dapo": dict(aggregate="token"),
+        "dr_grpo": dict(aggregate="constant", max_tokens=L),
+        "gspo_at_ratio1": dict(aggregate="sequence", ratio="sequence"),
+        "cispo_at_ratio1": dict(aggregate="token", surrogate="cispo"),
+    }.items():
+        loss, _ = grpo.policy_loss(logp, logp.detach(), tensor(x["advantages"]), mask, **options)
+        grad = torch.autograd.grad(loss, logp)[0]
+        close(grad, (tensor(y[key])[:, None] * mask).tolist())
+
+
+def test_aggregation():
+    x, y = case("grpo/aggregation_rlhfbook_example")
+    loss, mask, L = tensor(x["per_token_loss"]), tensor(x["mask"]), x["max_completion_length"]
+    close(grpo.aggregate_loss(loss, mask, "sequence"), y["grpo_seq_mean"])
+    close(grpo.aggregate_loss(loss, mask, "token"), y["dapo_token_mean"])
+    close(grpo.aggregate_loss(loss, mask, "constant", L), y["dr_grpo_const"])
+    close(grpo.aggregate_loss(loss, mask, "constant", 1), y["seq_sum_mean"])
+    x, y = case("grpo/all_masked_is_zero")
+    for aggregate in ("sequence", "token", "constant"):
+        close(grpo.aggregate_loss(tensor(x["per_token_loss"]), tensor(x["mask"]), aggregate, 2), 0.0)
+    x, y = case("grpo/mask_truncated")
+    mask = tensor(x["mask"]) * (1 - tensor(x["is_truncated"]))[:, None]
+    close(grpo.aggregate_loss(tensor(x["per_token_loss"]), mask, "token"), y["dapo_token_mean"])
+
+
+def test_gspo():
+    x, y = case("gspo/loss")
+    args = [tensor(x[k]) for k in ("logp", "old_logp", "advantages", "mask")]
+    loss, _ = grpo.policy_loss(*args, x["eps_low"], x["eps_high"], aggregate="sequence", ratio="sequence")
+    close(loss, y["loss"])
+    for i, expected in enumerate(y["per_seq"]):
+        rows = [a[i : i + 1] for a in args]
+        close(grpo.policy_loss(*rows, x["eps_low"], x["eps_high"], aggregate="sequence", ratio="sequence")[0], expected)
+
+
+def test_cispo():
+    x, y = case("cispo/loss")
+    logp, old, A, mask = (tensor(x[k]) for k in ("logp", "old_logp", "advantages", "mask"))
+    logp.requires_grad_()
+    for key, cap in (("cap_1_plus_eps", 1 + x["eps_high"]), ("cap_absolute", x["eps_high"])):
+        loss, _ = grpo.policy_loss(logp, old, A, mask, clip_low=1.0, clip_high=cap - 1, surrogate="cispo")
+        close(loss, y[f"loss_{key}"])
+        close(torch.autograd.grad(loss, logp)[0], y[f"grad_logp_{key}"])
+
+
+def test_soft_overlong():
+    x, y = case("dapo/soft_overlong")
+    close(grpo.overlong_penalty(tensor(x["lengths"]), x["L_max"], x["L_cache"]), y["penalty"])
+
+
+def test_rloo_with_kl_in_the_reward():
+    x, y = case("rloo/kl_in_reward")
+    penalised = grpo.kl_in_reward(*(tensor(x[k]) for k in ("rewards", "logp", "ref_logp", "mask")), x["beta"])
+    close(penalised, y["penalised"])
+    close(grpo.group_advantages(penalised.view(1, -1), "leave_one_out", "none")[0], y["advantages"])
+
+
+def test_rewards_that_cannot_be_scored():
+    x, y = case("grpo/multi_reward_weights")
+    rows = [[math.nan if r is None else r for r in row] for row in x["rewards_per_func"]]
+    total = (tensor(rows) * tensor(x["weights"])).nansum(1).where(~tensor(rows).isnan().all(1), math.nan)
+    for value, expected in zip(total.tolist(), y["total"]):
+        assert math.isnan(value) if expected is None else value == pytest.approx(expected)
+    close(grpo.group_advantages(total.view(1, -1), scale="none")[0], y["advantages_centered_over_scorable"])
+
+
+def test_baselines_by_enumeration():
+    """The policy gradient's expectation over all 3^G groups: leave-one-out is exact, the group mean is (1 - 1/G) of it."""
+    x, y = case("grpo/baseline_bias_enumeration")
+    logits = tensor(x["logits"]).requires_grad_()
+    for key, options in {
+        "group_mean": dict(scale="none"),
+        "rloo": dict(baseline="leave_one_out", scale="none"),
+        "group_std_ddof0": dict(ddof=0, eps=0.0),
+    }.items():
+        total = torch.zeros(3, dtype=torch.float64)
+        for group in itertools.product(range(3), repeat=x["G"]):
+            logp = logits.log_softmax(0)[list(group)]
+            A = grpo.group_advantages(tensor([[x["reward_per_action"][a] for a in group]]), **options)[0].nan_to_num()
+            loss, _ = grpo.policy_loss(logp[:, None], logp.detach()[:, None], A, torch.ones(x["G"], 1))
+            total -= torch.autograd.grad(loss, logits)[0] * logp.detach().sum().exp()
+        close(total, y[key])
+
+
+@pytest.mark.parametrize("name", ["grpo/length_bias_closed_form/q0.5", "grpo/length_bias_closed_form/q0.2"])
+def test_length_bias(name):
+    """A shared stop logit, advantages that do not depend on length: the mean per response pushes on it, the other normalisers do not."""
+    x, y = case(name)
+    s = torch.logit(tensor(x["stop_prob"])).requires_grad_()
+    longest = 200  # the geometric distribution, cut where nothing is left of it
+    stop, go = torch.nn.functional.logsigmoid(s), torch.nn.functional.logsigmoid(-s)
+    for A, expected in zip(x["advantage"], y["grpo_grad_stop_logit"]):
+        gradient = {"sequence": 0.0, "constant": 0.0}
+        for n in range(1, longest):
+            logp = torch.stack([go] * (n - 1) + [stop])[None]
+            weight = logp.detach().sum().exp()
+            for aggregate in gradient:
+                loss, _ = grpo.policy_loss(logp, logp.detach(), tensor([A]), torch.ones(1, n), aggregate=aggregate, max_tokens=1)
+                gradient[aggregate] -= weight * torch.autograd.grad(loss, s, retain_graph=True)[0]
+        close(gradient["sequence"], expected)
+        close(gradient["constant"], 0.0)
+
+
+def test_format_reward():
+    x, y = case("r1/format_reward")
+    assert [format_reward(text) for text in x["completions"]] == y["format"]
+    assert [format_reward(text) for text in BUGS["P03"]["inputs"]["completions"]] == BUGS["P03"]["right"]["format"]
+
+
+def test_extraction():
+    x, y = case("r1/last_number_extraction")
+    for text, expected in zip(x["texts"], y["value"]):
+        for value in (last_number(text), extract_answer(text)):
+            assert value is None if expected is None else float(value) == expected
+            assert expected is None or accuracy_reward(text, str(expected)) == 1.0
+    x, y = case("r1/boxed_nested_braces")
+    for text, expected in zip(x["texts"], y["value"]):
+        assert last_boxed(text) == expected
+        assert extract_answer(text) == expected
+
+
+def test_pass_at_k():
+    x, y = case("eval/pass_at_k")
+    close([pass_at_k(*nck) for nck in x["n_c_k"]], y["value"])
+    (n, c, k), good = BUGS["P09"]["inputs"]["cases"]
+    with pytest.raises(ValueError):
+        pass_at_k(n, c, k)
+    assert pass_at_k(*good) == BUGS["P09"]["right"]["value"][1]
+
+
+def test_bug_kl_sign():
+    """P05: with no advantage, the loss is +beta * KL and a step down it brings the policy nearer to the reference."""
+    x, right = BUGS["P05"]["inputs"], BUGS["P05"]["right"]
+    close(x["policy_loss"] + x["beta"] * x["k3_mean"], right["loss"])
+    logits, ref = tensor([[0.5, 0.0, -1.0]]).requires_grad_(), tensor([[0.0, 0.3, 0.1]])
+    for kind in ("k2", "k3", "exact"):
+        before, step = token_kl(logits.detach(), ref).item(), 0
+        for token in range(3):  # the expectation over the policy's own samples
+            logp, ref_logp = logits.log_softmax(1)[:, [token]], ref.log_softmax(1)[:, [token]]
+            loss, _ = grpo.policy_loss(logp, logp.detach(), tensor([0.0]), torch.ones(1, 1), ref_logp=ref_logp, beta=x["beta"], kl=kind,
+                                       exact_kl=token_kl(logits, ref)[:, None])  # fmt: skip
+            step += logp.detach().exp().item() * torch.autograd.grad(loss, logits)[0]
+        assert token_kl(logits.detach() - step, ref).item() < before
+
+
+def test_bug_kl_over_padding():
+    """P06: the KL is averaged over real tokens, like the loss beside it."""
+    x, right = BUGS["P06"]["inputs"], BUGS["P06"]["right"]
+    per_token = tensor(x["pg_loss_tok"]) + x["beta"] * tensor(x["kl_tok"])
+    close(grpo.aggregate_loss(per_token, tensor(x["mask"]), "token"), right["loss"])
+
+
+def test_bug_stop_token_in_the_loss():
+    """P08: the end token is trained although it doubles as padding."""
+    x, right = BUGS["P08"]["inputs"], BUGS["P08"]["right"]
+    logp = tensor([x["logp"]]).requires_grad_()
+    from gpt import GPT, GPTConfig
+
+    end = 7
+    model = GPT(GPTConfig(vocab_size=8, context=8, n_layer=1, n_head=1, n_embd=8))
+    script = iter(x["sampled"][:2] + [end])
+    model.lm_head.forward = lambda h: torch.nn.functional.one_hot(torch.full((len(h),), next(script)), 8).float() * 100
+    rollout = model.generate([[1, 2]], 5, eos=end)
+    assert rollout.mask.tolist() == [right["mask"]] and rollout.ids[0, 2:].tolist() == [5, 6, end]
+    loss, _ = grpo.policy_loss(logp, logp.detach(), tensor([x["advantage"]]), rollout.mask)
+    close(-(x["advantage"] * logp * rollout.mask).sum() / rollout.mask.sum(), right["loss"])
+    close(torch.autograd.grad(loss, logp)[0][0, -1], right["grad_wrt_logp_end"])
+
+
+def test_bug_normaliser_under_accumulation():
+    """P10: the token mean is over exactly the micro-batches of one optimizer step."""
+    x, right = BUGS["P10"]["inputs"], BUGS["P10"]["right"]
+    micro = [tensor(m) for m in x["per_token_loss"]]
+    for window, key in ((micro[:2], "window1"), (micro[2:], "window2")):
+        tokens = sum(m.numel() for m in window)
+        close(sum(grpo.aggregate_loss(m, torch.ones_like(m), "token", denominator=tokens) for m in window), right[key])
+        close(sum(sft.token_mean(m, torch.ones_like(m), tokens) for m in window), right[key])
