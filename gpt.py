@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import common
 from data import get_tokenizer, stories
-from data.evaluation import evaluate
+from data.evaluation import evaluate, habits, require_room
 from kernels import token_logprobs
 
 
@@ -50,16 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, x, mask=None, cache=None, layer=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
-        if cache is not None:
-            k, v = cache.extend(layer, k, v)  # [B, H, S, D], S = what the cache held + T
-        if T == 1:  # decoding, one query a row: on a CPU two plain matmuls are faster than the fused kernel
-            scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])  # [B, H, 1, S]
-            if mask is not None:
-                scores = scores.masked_fill(~mask, -math.inf)
-            y = scores.softmax(-1) @ v  # [B, H, 1, D]
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # [3, B, H, T, D]
+        q, k, v = qkv if cache is None else (qkv[0], *cache.extend(layer, qkv[1:]))  # [B, H, T, D], [B, H, S, D] twice
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)  # [B, H, T, D]
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -85,25 +78,39 @@ class Block(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once: k and v are [L, B, H, S, D], and their first `length` columns are filled."""
+    """Keys and values of every layer, allocated once: kv is [L, 2, B, H, S, D], and `length` of its S columns are filled."""
 
     def __init__(self, config, rows, columns, like):
-        shape = (config.n_layer, rows, config.n_head, columns, config.n_embd // config.n_head)
-        self.k, self.v = torch.zeros(shape, dtype=like.dtype, device=like.device), torch.zeros(shape, dtype=like.dtype, device=like.device)
+        head = config.n_embd // config.n_head
+        self.kv = torch.empty(config.n_layer, 2, rows, config.n_head, columns, head, dtype=like.dtype, device=like.device)
         self.length = 0
 
-    def extend(self, layer, k, v):
-        """Appends k, v [B, H, T, D] of one layer and returns all it has, [B, H, length + T, D]. B may be fewer rows than the cache has."""
-        B, _, T, _ = k.shape
-        end = self.length + T
-        self.k[layer, :B, :, self.length : end] = k
-        self.v[layer, :B, :, self.length : end] = v
-        return self.k[layer, :B, :, :end], self.v[layer, :B, :, :end]
+    def extend(self, layer, kv):
+        """Appends the keys and values [2, B, H, T, D] of one layer and returns all it has, [2, B, H, length + T, D]. B may be fewer rows than
+        the cache has: its first ones."""
+        _, B, _, T, _ = kv.shape
+        mine = self.kv[layer, :, :B, :, : self.length + T]
+        mine[:, :, :, self.length :] = kv
+        return mine
 
-    def copy_rows(self, source, rows):
-        """Row rows[i] becomes a copy of row[i] of another cache (or of this one), whatever is filled there."""
-        for mine, theirs in ((self.k, source.k), (self.v, source.v)):
-            mine[:, rows[1], :, : source.length] = theirs[:, rows[0], :, : source.length]
+    def copy_rows(self, to, source, rows):
+        """The rows `to` become copies of the `rows` of another cache (or of this one), as far as that is filled."""
+        self.kv[:, :, to, :, : source.length] = source.kv[:, :, rows, :, : source.length]
+
+
+class PromptCache:
+    """The same interface for training: prompts are computed once, with gradient, and shared by all of their responses. First every prompt passes
+    through the model, then, with `which` [b] set to the prompt of each row, the responses; nothing of theirs is kept."""
+
+    def __init__(self):
+        self.layers, self.which, self.length = [], None, 0
+
+    def extend(self, layer, kv):
+        """kv [2, U, H, P, D] of the prompts are returned as they are; kv [2, b, H, T, D] of the responses with their prompt's in front."""
+        if self.which is None:
+            self.layers.append(kv)
+            return kv
+        return torch.cat([self.layers[layer][:, self.which], kv], dim=3)  # [2, b, H, P + T, D]
 
 
 @dataclass
@@ -135,17 +142,6 @@ class Rollout:
         slots = lambda r, x: F.pad(x, (0, T - r.mask.shape[1]))  # noqa: E731
         parts = [(wide(r, r.ids), wide(r, r.positions), wide(r, r.attention_mask), slots(r, r.mask), slots(r, r.logp)) for r in rollouts]
         return Rollout(*map(torch.cat, zip(*parts)), P)
-
-    def right_padded(self, rows):
-        """Some rows as a training batch: (ids [b, L], predicts [b, L]), prompt and response side by side, all padding on the right,
-        no longer than its longest row. predicts[i, t] is 1 where the token after ids[i, t] was sampled. Right padding needs no mask:
-        under causal attention no token ever looks at it."""
-        P = self.prompt_len
-        prompt = self.attention_mask[rows, :P].sum(1, keepdim=True)  # [b, 1] lengths
-        response = self.mask[rows].sum(1, keepdim=True)
-        column = torch.arange(int((prompt + response).max()), device=self.ids.device)  # [L]
-        ids = self.ids[rows].gather(1, (P - prompt + column).clamp(max=self.ids.shape[1] - 1))
-        return ids, (column >= prompt - 1) & (column < prompt - 1 + response)
 
 
 class GPT(nn.Module):
@@ -201,6 +197,29 @@ class GPT(nn.Module):
             cache.length += T
         return self.ln_f(x)
 
+    def response_hidden(self, rollout, rows):
+        """What the head reads to predict the response tokens of these rows, [N, C], N = mask[rows].sum(), in the order of the mask's ones.
+
+        A training pass that computes no token twice: each different prompt once, whatever the number of its responses, and nothing beyond the
+        longest response. The gradient is that of the plain forward pass, row by row.
+        """
+        P, mask = rollout.prompt_len, rollout.mask[rows]  # [b, T]
+        T = max(1, int(mask.sum(1).max()))
+        prompts = torch.stack([rollout.ids[rows, :P], rollout.attention_mask[rows, :P]], 2)  # [b, P, 2]
+        prompts, which = prompts.unique(dim=0, return_inverse=True)  # [U, P, 2], [b]
+        first = P - int(prompts[:, :, 1].sum(1).max())  # padding in front of all of them
+        ids, attention = prompts[:, first:, 0], prompts[:, first:, 1]
+        padded = not bool(attention.all())
+        cache = PromptCache()
+        hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)[:, -1:][which]  # [b, 1, C]: predicts slot 0
+        if T > 1:
+            cache.which = which
+            columns = slice(P, P + T - 1)  # the last token predicts nothing
+            seen = rollout.attention_mask[rows, first : P + T - 1] if padded else None
+            rest = self.hidden(rollout.ids[rows, columns], rollout.positions[rows, columns], seen, cache)
+            hidden = torch.cat([hidden, rest], 1)  # [b, T, C]
+        return hidden[mask[:, :T].bool()]
+
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=None, eos=None, generator=None):
         """Samples one response of at most `max_new_tokens` for each prompt (lists of token ids) and returns a `Rollout`.
@@ -223,12 +242,14 @@ class GPT(nn.Module):
         which = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)  # [B]
         prompt_ids, prompt_mask = (torch.from_numpy(a).to(device) for a in _pad(list(number), P, left=True))  # [U, P]
         padded = bool(min(map(len, prompts)) < P)
-        prompt_cache = KVCache(self.config, len(number), P, self.wte.weight)
-        last = self.hidden(prompt_ids, attention_mask=prompt_mask if padded else None, cache=prompt_cache)[:, -1]
-        logits = self.lm_head(last)[which]  # [B, V]
-        cache = KVCache(self.config, B, P + max_new_tokens, self.wte.weight)
-        cache.copy_rows(prompt_cache, (which, slice(None)))
-        cache.length = P
+        shared = len(number) < B
+        cache = KVCache(self.config, len(number), P if shared else P + max_new_tokens, self.wte.weight)
+        hidden = self.hidden(prompt_ids, attention_mask=prompt_mask if padded else None, cache=cache)[:, -1]  # [U, C]
+        logits = self.lm_head(hidden)[which]  # [B, V]
+        if shared:
+            prompt_cache, cache = cache, KVCache(self.config, B, P + max_new_tokens, self.wte.weight)
+            cache.copy_rows(slice(None), prompt_cache, which)
+            cache.length = P
         # 2. One token at a time. Slot i of the batch belongs to row rows[i] of the result.
         ids = torch.full((B, P + max_new_tokens), 0 if eos is None else eos, device=device)
         ids[:, :P] = prompt_ids[which]
@@ -248,7 +269,7 @@ class GPT(nn.Module):
                     break
                 if n < len(rows):
                     free, movers = (~live[:n]).nonzero()[:, 0], live[n:].nonzero()[:, 0] + n  # as many of the one as of the other
-                    cache.copy_rows(cache, (movers, free))
+                    cache.copy_rows(free, cache, movers)
                     for per_slot in (rows, token, length, live_attention):
                         per_slot[free] = per_slot[movers]
                     rows, token, length, live_attention = rows[:n], token[:n], length[:n], live_attention[:n]
@@ -314,14 +335,15 @@ class Config:
     warmup: int = 100  # steps of linear warm-up; then a cosine down to a tenth
     log_every: int = 50  # steps between two lines
     save_every: int = 100  # steps between two checkpoints
-    evaluate: int = 512  # held-out problems that the finished model is sampled on
+    evaluate: int = 512  # held-out problems, sampled before and after
+    max_new_tokens: int = 16  # longest sampled response
 
     def check(self):
-        if self.n_embd % self.n_head:
-            raise ValueError(f"--n-embd {self.n_embd}: must be a multiple of --n-head {self.n_head}")
-        for flag in ("documents", "micro_batch", "log_every", "save_every", "evaluate", "n_layer"):
+        for flag in ("documents", "micro_batch", "log_every", "save_every", "evaluate", "max_new_tokens", "n_layer", "n_head"):
             if getattr(self, flag) < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"--n-embd {self.n_embd}: must be a multiple of --n-head {self.n_head}")
         if not self.lr > 0:
             raise ValueError(f"--lr {self.lr}: must be above 0")
         get_tokenizer(self.tokenizer)
@@ -330,16 +352,28 @@ class Config:
 def main(config):
     # data and model
     tokenizer = get_tokenizer(config.tokenizer)
-    run = common.Run("base", config, tokenizer, "loss accuracy grad_norm lr tokens_per_second")
+    run = common.Run("base", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second")
     model_config = GPTConfig(tokenizer.n_vocab, config.context, config.n_layer, config.n_head, config.n_embd)
     model = GPT(model_config).to(config.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     step = run.restore(model, optimizer)
+    held_out = stories.held_out_problems(config.evaluate)
+    require_room(model, tokenizer, held_out, config.max_new_tokens)
+
+    def held_out_scores():
+        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=common.generator(config.device, "held out", config.seed))
+
     print(f"pretraining {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.steps} steps of {config.documents} documents")
 
-    tick, tokens = time.perf_counter(), 0
+    if not config.resume:
+        scores = held_out_scores()
+        run.log(0, accuracy=scores["accuracy"], length=scores["length"])
+        run.save(0, model, optimizer)
+
+    tokens, busy = 0, 0.0
     while step < config.steps:
         # the documents of this step
+        began = time.perf_counter()
         rng = random.Random(common.seed_of("base", config.seed, step))
         documents = [tokenizer.encode_ordinary("".join(stories.base_document(rng))) + [tokenizer.eot_token] for _ in range(config.documents)]
         longest = max(map(len, documents))
@@ -367,13 +401,21 @@ def main(config):
 
         # log and checkpoint
         step += 1
-        tokens += targets
+        tokens, busy = tokens + targets, busy + time.perf_counter() - began
         if step % config.log_every == 0 or step == config.steps:
-            speed = tokens / (time.perf_counter() - tick)
-            run.log(step, loss=total, grad_norm=grad_norm, lr=lr, tokens_per_second=speed)
-            tick, tokens = time.perf_counter(), 0
+            scores = held_out_scores() if step == config.steps else {}
+            run.log(step, loss=total, accuracy=scores.get("accuracy"), length=scores.get("length"), grad_norm=grad_norm, lr=lr, tokens_per_second=tokens / busy)
+            tokens, busy = 0, 0.0
         run.save(step, model, optimizer, config.save_every)
-    print("done", evaluate(model, tokenizer, stories.held_out_problems(config.evaluate), 16, generator=common.generator(config.device, 1)))
+
+    # what it learned
+    scores = held_out_scores()
+    print(f"""
+{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
+{habits(scores)}
+  accuracy (pass@1) {scores["accuracy"]:.3f}
+next: python sft.py""")
+    run.plot("loss", "grad_norm")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 
 import common
 from data import accuracy_reward, get_tokenizer, stories
-from data.evaluation import evaluate, sample_responses
+from data.evaluation import evaluate, require_room, sample_responses
 from gpt import GPT, GPTConfig, Rollout
 from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
 
@@ -212,10 +212,9 @@ def overlong_penalty(lengths, max_tokens, buffer):
 
 
 def response_logits(model, rollout, rows):
-    """Logits [N, V] at the N slots that predict response tokens of these rows, and those tokens [N]. Nothing is computed for padding on the left, and the head
-    only for response tokens."""
-    ids, predicts = rollout.right_padded(rows)  # [b, L]
-    return model.lm_head(model.hidden(ids)[predicts]), ids.roll(-1, dims=1)[predicts]
+    """Logits [N, V] that predict the response tokens of these rows, and those tokens [N]. The head sees nothing else."""
+    tokens = rollout.ids[rows, rollout.prompt_len :][rollout.mask[rows].bool()]
+    return model.lm_head(model.response_hidden(rollout, rows)), tokens
 
 
 def to_slots(values, mask):
@@ -272,17 +271,13 @@ def main(config):
     policy.load_state_dict(checkpoint["model"])
     policy.to(config.device)
     reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     step = run.restore(policy, optimizer)
     switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
     print(f"GRPO from {init}, variant {config.variant}: " + ", ".join(f"{name} {value}" for name, value in switches.items()))
 
     held_out = stories.held_out_problems(config.evaluate)
-    longest = max(len(tokenizer.encode_ordinary(problem.prompt)) for problem in held_out)
-    if longest + config.max_new_tokens > policy.config.context:
-        raise SystemExit(
-            f"--max-new-tokens {config.max_new_tokens}: with prompts of up to {longest} tokens that exceeds the context of {policy.config.context} of {init}"
-        )
+    require_room(policy, tokenizer, held_out, config.max_new_tokens)
 
     def held_out_scores(samples):
         noise = common.generator(config.device, "held out", config.seed)

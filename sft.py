@@ -27,7 +27,7 @@ import torch
 
 import common
 from data import get_tokenizer, stories
-from data.evaluation import evaluate
+from data.evaluation import evaluate, habits, require_room
 from gpt import GPT, GPTConfig, right_pad
 from kernels import token_logprobs
 
@@ -83,20 +83,22 @@ def main(config):
     model = GPT(GPTConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     model.to(config.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     step = run.restore(model, optimizer)
     held_out = stories.held_out_problems(config.evaluate)
+    require_room(model, tokenizer, held_out, config.max_new_tokens)
 
     def held_out_scores():
-        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=common.generator(config.device, "eval", config.seed))
+        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=common.generator(config.device, "held out", config.seed))
 
     if not config.resume:
         scores = held_out_scores()
         run.log(0, accuracy=scores["accuracy"], length=scores["length"])
         run.save(0, model, optimizer)
 
-    tick, tokens = time.perf_counter(), 0
+    tokens, busy = 0, 0.0
     while step < config.steps:
+        began = time.perf_counter()
         # demonstrations of this step; prompt and response are tokenised apart, as they are when sampling
         rng = random.Random(common.seed_of("sft", config.seed, step))
         pairs = [stories.sft_example(rng) for _ in range(config.examples)]
@@ -129,15 +131,21 @@ def main(config):
 
         # log and checkpoint
         step += 1
-        tokens += sum(map(len, texts))
+        tokens, busy = tokens + sum(map(len, texts)), busy + time.perf_counter() - began
         if step % config.log_every == 0 or step == config.steps:
             scores = held_out_scores() if step == config.steps else {}
-            speed = tokens / (time.perf_counter() - tick)
-            metrics = {key: scores.get(key) for key in ("accuracy", "length")}
-            run.log(step, loss=total, grad_norm=grad_norm, lr=lr, tokens_per_second=speed, **metrics)
-            tick, tokens = time.perf_counter(), 0
+            run.log(step, loss=total, accuracy=scores.get("accuracy"), length=scores.get("length"), grad_norm=grad_norm, lr=lr, tokens_per_second=tokens / busy)
+            tokens, busy = 0, 0.0
         run.save(step, model, optimizer, config.save_every)
-    print(held_out_scores())
+
+    # what it learned
+    scores = held_out_scores()
+    print(f"""
+{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
+{habits(scores)}
+  accuracy (pass@1) {run.metrics()[0]["accuracy"]:.3f} -> {scores["accuracy"]:.3f}
+next: python grpo.py""")
+    run.plot("loss", "grad_norm")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,22 @@ def sample_responses(model, tokenizer, problems, max_new_tokens, temperature=1.0
     return texts, lengths
 
 
+def require_room(model, tokenizer, problems, max_new_tokens):
+    """Ends the program with one line if a problem's prompt and the response would not fit the model's context."""
+    longest = max(len(tokenizer.encode_ordinary(problem.prompt)) for problem in problems)
+    if longest + max_new_tokens > model.config.context:
+        raise SystemExit(
+            f"--max-new-tokens {max_new_tokens}: with prompts of up to {longest} tokens that exceeds the model's context of {model.config.context} tokens"
+        )
+
+
+def habits(scores):
+    """The scores of `evaluate` as two lines of text: how often the model works it out or answers at once, and with what success."""
+    worked, direct = scores["worked"], 1 - scores["worked"]
+    return (f"  worked out {worked:4.0%} of the time, {scores['worked_accuracy']:4.0%} of those right\n"
+            f"  at once    {direct:4.0%} of the time, {scores['direct_accuracy']:4.0%} of those right")  # fmt: skip
+
+
 def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=None):
     """Samples every problem `samples` times at temperature 1 and returns what the answers are worth:
 

@@ -130,17 +130,34 @@ def test_same_seed_same_text(tiny_model):
     assert torch.equal(a, b) and not (a.shape == c.shape and torch.equal(a, c))
 
 
-def test_right_padded_batch(tiny_model):
-    rollout = tiny_model.generate(PROMPTS * 4, 10, eos=3, generator=torch.Generator().manual_seed(2))
-    rows = [7, 1, 4, 12]
-    ids, predicts = rollout.right_padded(rows)
-    for i, row in enumerate(rows):
-        n = int(rollout.mask[row].sum())
-        prompt = PROMPTS[row % len(PROMPTS)]
-        response = rollout.ids[row, rollout.prompt_len :][:n].tolist()
-        assert ids[i, : len(prompt) + n].tolist() == prompt + response
-        assert predicts[i].nonzero()[:, 0].tolist() == list(range(len(prompt) - 1, len(prompt) + n - 1))
-    assert ids.shape[1] == max(len(PROMPTS[r % len(PROMPTS)]) + int(rollout.mask[r].sum()) for r in rows)
+@pytest.mark.parametrize("prompts", [PROMPTS, [[5, 6, 7], [8, 9, 10]], [[4]]])
+def test_shared_prompts_change_neither_values_nor_gradient(tiny_model, prompts):
+    """response_hidden against the plain pass over prompt + response, one row at a time."""
+    tiny_model.double()
+    rollout = tiny_model.generate(prompts * 4, 10, eos=3, generator=torch.Generator().manual_seed(2))
+    rows = [r for r in (7, 1, 4, 12, 6, 2, 11) if r < len(rollout.ids)]
+    computed, plain = [], tiny_model.hidden
+    tiny_model.hidden = lambda ids, *args, **kw: computed.append(ids.numel()) or plain(ids, *args, **kw)
+    hidden = tiny_model.response_hidden(rollout, rows)
+    tiny_model.hidden = plain
+    P, lengths = rollout.prompt_len, rollout.mask[rows].sum(1)
+    different = {tuple(prompts[r % len(prompts)]) for r in rows}
+    assert sum(computed) == len(different) * max(map(len, different)) + len(rows) * (int(lengths.max()) - 1)
+    weight = torch.randn(hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def gradient(value):
+        tiny_model.zero_grad()
+        (value * weight).sum().backward()
+        return torch.cat([p.grad.flatten() for p in tiny_model.parameters() if p.grad is not None])
+
+    shared = gradient(hidden)
+    alone = []
+    for row, n in zip(rows, lengths.tolist()):
+        prompt = prompts[row % len(prompts)]
+        ids = torch.tensor([prompt + rollout.ids[row, P : P + n].tolist()])
+        alone.append(tiny_model.hidden(ids)[0, len(prompt) - 1 : -1])
+    torch.testing.assert_close(hidden, torch.cat(alone))
+    torch.testing.assert_close(shared, gradient(torch.cat(alone)))
 
 
 def test_cat_and_select():

@@ -241,9 +241,12 @@ def no_eos_in_mask(generate):
     return mutant
 
 
-def shifted_by_one(model, rollout, rows):
-    ids, predicts = rollout.right_padded(rows)
-    return model.lm_head(model.hidden(ids)[predicts]), ids[predicts]  # logits[t] scored against token t instead of t + 1
+def shifted_by_one(response_logits):
+    def mutant(model, rollout, rows):  # logits[t] scored against the token before the one that they predict
+        logits, _ = response_logits(model, rollout, rows)
+        return logits, rollout.ids[rows, rollout.prompt_len - 1 : -1][rollout.mask[rows].bool()]
+
+    return mutant
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -265,7 +268,7 @@ def test_learning(tmp_path, monkeypatch, mutant, seed):
         right = grpo.group_advantages
         monkeypatch.setattr(grpo, "group_advantages", lambda *args, **kw: -right(*args, **kw))
     elif mutant == "log-probs shifted by one":
-        monkeypatch.setattr(grpo, "response_logits", shifted_by_one)
+        monkeypatch.setattr(grpo, "response_logits", shifted_by_one(grpo.response_logits))
     config.check()
     checkpoint = dict(script="sft", step=1, steps=1, config={}, tokenizer=common.fingerprint(DIGITS), model=model.state_dict(),
                       model_config=dataclasses.asdict(model.config))  # fmt: skip
