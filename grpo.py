@@ -56,7 +56,7 @@ VARIANTS = {
 @dataclass
 class Config:
     seed: int = 0  # of the problems and of the sampling
-    steps: int = 100  # rollouts; each is followed by epochs * minibatches optimizer steps
+    steps: int = 140  # rollouts; each is followed by epochs * minibatches optimizer steps
     out: str = "out"  # folder for grpo.pt and grpo/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint

@@ -1,0 +1,320 @@
+"""Runs as a user meets them: resume after a crash at any step, Ctrl-C, bad input, a full disk. Every message is one line, nothing is lost."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+import common
+import gpt
+import grpo
+import sft
+from data import get_tokenizer
+
+COMMON = dict(device="cpu", evaluate=6, log_every=1)
+TINY = {
+    "gpt": (gpt, dict(steps=6, n_layer=1, n_embd=16, n_head=2, documents=4, micro_batch=2, save_every=2, warmup=2, **COMMON)),
+    "sft": (sft, dict(steps=6, examples=4, micro_batch=2, save_every=2, **COMMON)),
+    "grpo": (grpo, dict(steps=6, prompts=4, group_size=4, pass_k=2, save_every=2, eval_every=2, minibatches=2, epochs=2, micro_batch=4, **COMMON)),
+}
+FILES = {"gpt": "base", "sft": "sft", "grpo": "grpo"}
+CLOCKS = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A folder with a finished tiny base, sft and grpo run."""
+    out = tmp_path_factory.mktemp("chain")
+    for module, options in TINY.values():
+        main(module, out, **options)
+    return out
+
+
+def main(module, out, **options):
+    config = module.Config(out=str(out), **options)
+    config.check()
+    module.main(config)
+
+
+def metrics(out, script):
+    lines = [json.loads(line) for line in (out / FILES[script] / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def start_from(chain, out, script):
+    """What the script needs to find in `out`."""
+    out.mkdir(exist_ok=True)
+    for earlier in ("base", "sft")[: ("gpt", "sft", "grpo").index(script)]:
+        shutil.copy(chain / f"{earlier}.pt", out)
+    return out
+
+
+class Crash(BaseException):
+    """Nothing in the scripts catches it: like a power cut."""
+
+
+@pytest.mark.parametrize("script, when", [(s, k) for s in TINY for k in range(1, 7)])
+def test_resume_is_bit_identical_whenever_it_died(chain, tmp_path, monkeypatch, script, when):
+    module, options = TINY[script]
+    out, save = start_from(chain, tmp_path, script), common.Run.save
+
+    def dying(self, step, *args, **kw):
+        if step == when:
+            raise Crash
+        save(self, step, *args, **kw)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common.Run, "save", dying)
+        with pytest.raises(Crash):
+            main(module, out, **options)
+    main(module, out, resume=True, **options)
+    assert metrics(out, script) == metrics(chain, script)
+    a, b = weights(out / f"{FILES[script]}.pt"), weights(chain / f"{FILES[script]}.pt")
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    if script == "grpo":
+        assert (out / "grpo/samples.md").read_text() == (chain / "grpo/samples.md").read_text()
+
+
+def test_metrics_have_the_agreed_keys(chain):
+    lines = metrics(chain, "grpo")
+    assert [line["step"] for line in lines] == list(range(7))
+    assert {"accuracy", "length", "pass@1", "pass@4"} - set(lines[0]) <= {"pass@4"}  # pass_k is 2 here
+    wanted = {"step", "loss", "reward", "length", "kl", "entropy", "approx_kl", "clip_fraction", "zero_variance", "grad_norm", "lr"}
+    assert all(wanted <= set(line) for line in lines[1:])
+    assert [("accuracy" in line) for line in lines] == [True, False, True, False, True, False, True]
+    samples = (chain / "grpo/samples.md").read_text()
+    assert [f"## Step {n}" in samples for n in (0, 2, 4, 6)] == [True] * 4
+    assert (chain / "grpo/curves.png").stat().st_size > 5000
+
+
+def cli(script, out, resume=False):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY[script][1], "steps": 40}.items()]
+    return [f"{script}.py", "--out", str(out), *flags, *(["--resume"] if resume else [])]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_and_resumed_for_real(chain, tmp_path, how):
+    whole, killed = start_from(chain, tmp_path / "whole", "grpo"), start_from(chain, tmp_path / "killed", "grpo")
+    run_script(*cli("grpo", whole), cwd=tmp_path)
+    process = subprocess.Popen([sys.executable, ROOT / "grpo.py", *cli("grpo", killed)[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = killed / "grpo/metrics.jsonl"
+    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) > 9):
+        time.sleep(0.01)
+    process.send_signal(how)
+    text = process.communicate()[0]
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "Go on with: python grpo.py --resume" in text and "Traceback" not in text
+        stopped = torch.load(killed / "grpo.pt", weights_only=True)["step"]
+        assert metrics(killed, "grpo")[-1]["step"] == stopped < 40
+    else:
+        assert process.returncode == -9
+    run_script(*cli("grpo", killed, resume=True), cwd=tmp_path)
+    assert metrics(killed, "grpo") == metrics(whole, "grpo")
+
+
+def test_missing_stages_are_made_and_unfinished_ones_continued(tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **kw: ran.append([str(c) for c in command]) or subprocess.CompletedProcess(command, 0))
+    config = sft.Config(out=str(tmp_path), seed=3, device="cpu")
+    common.make_if_missing("gpt", str(tmp_path / "base.pt"), config)
+    assert ran[0][1].endswith("gpt.py") and ran[0][2:] == ["--out", str(tmp_path), "--device", "cpu", "--seed", "3"]
+    assert "is missing: running python gpt.py" in capsys.readouterr().out
+    torch.save(dict(script="base", step=4, steps=10, config=dict(seed=7)), tmp_path / "base.pt")
+    common.make_if_missing("gpt", str(tmp_path / "base.pt"), config)
+    assert "--resume" in ran[1] and ran[1][-3:] == ["7", "--steps", "10"]
+    assert "stopped at step 4 of 10" in capsys.readouterr().out
+    monkeypatch.setattr(subprocess, "run", lambda command, **kw: subprocess.CompletedProcess(command, 130))
+    with pytest.raises(SystemExit) as stop:
+        common.make_if_missing("gpt", str(tmp_path / "base.pt"), config)
+    assert stop.value.code == 130
+
+
+def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
+    out = start_from(chain, tmp_path, "sft")
+    module, options = TINY["sft"]
+    main(module, out, **options)
+    first = (out / "sft.pt").read_bytes()
+    main(module, out, **{**options, "seed": 1})
+    assert (out / "sft.previous.pt").read_bytes() == first and (out / "sft.previous/metrics.jsonl").exists()
+    assert "kept as" in capsys.readouterr().out
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "module, flags, words",
+    [
+        (grpo, ["--stpes", "5"], ["--stpes", "did you mean --steps?"]),
+        (grpo, ["--steps", "many"], ["--steps", "many"]),
+        (grpo, ["--steps", "0"], ["--steps 0"]),
+        (grpo, ["--variant", "ppo"], ["--variant", "ppo", "dr_grpo"]),
+        (grpo, ["--kl", "k4"], ["--kl", "k4"]),
+        (grpo, ["--group-size", "1"], ["--group-size 1"]),
+        (grpo, ["--group-size", "1", "--variant", "rloo"], ["--group-size 1"]),
+        (grpo, ["--beta", "-1"], ["--beta -1"]),
+        (grpo, ["--temperature", "0"], ["--temperature 0"]),
+        (grpo, ["--minibatches", "64"], ["--minibatches 64"]),
+        (grpo, ["--tokenizer", "klingon"], ["klingon"]),
+        (grpo, ["--device", "cuda:9"], ["--device cuda:9"]),
+        (grpo, ["--device", "quantum"], ["--device quantum"]),
+        (gpt, ["--n-embd", "30"], ["--n-embd 30", "--n-head 4"]),
+        (gpt, ["--lr", "0"], ["--lr 0"]),
+        (sft, ["--examples", "0"], ["--examples 0"]),
+    ],
+)
+def test_bad_flags(capsys, module, flags, words):
+    with pytest.raises(SystemExit) as stop:
+        common.parse(module.Config, "", flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and all(word in error for word in words)
+
+
+def test_group_of_one_without_std_is_fine():
+    assert common.parse(grpo.Config, "", ["--group-size", "1", "--scale", "none"]).group_size == 1
+
+
+def test_flags_override_the_variant():
+    config = common.parse(grpo.Config, "", ["--variant", "dapo", "--clip-high", "0.5", "--no-dynamic-sampling"])
+    assert (config.clip_low, config.clip_high, config.dynamic_sampling, config.overlong_buffer, config.beta) == (0.2, 0.5, False, 4, 0.0)
+
+
+def test_help_names_every_flag_and_the_exit_code_is_right(tmp_path):
+    for module, script in ((gpt, "gpt"), (sft, "sft"), (grpo, "grpo")):
+        text = run_script(f"{script}.py", "--help", cwd=tmp_path).stdout
+        for name in module.Config.__dataclass_fields__:
+            assert "--" + name.replace("_", "-") in text
+    done = run_script("grpo.py", "--nonsense", cwd=tmp_path, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def stops(call, *words):
+    """call() ends the program with one line that has all of `words`."""
+    with pytest.raises(SystemExit) as stop:
+        call()
+    assert isinstance(stop.value.code, str) and "\n" not in stop.value.code  # a text is printed on stderr, and the exit code is 1
+    assert all(str(word) in stop.value.code for word in words), stop.value.code
+
+
+def test_bad_checkpoints(chain, tmp_path):
+    module, options = TINY["grpo"]
+    missing = str(tmp_path / "nothing.pt")
+    stops(lambda: main(module, tmp_path, init=missing, **options), missing, "does not exist")
+    stops(lambda: main(module, tmp_path, resume=True, init=str(chain / "sft.pt"), **options), tmp_path / "grpo.pt", "does not exist")
+    whole = (chain / "sft.pt").read_bytes()
+    for n in (0, 10, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.pt").write_bytes(whole[:n])
+        stops(lambda: main(module, tmp_path, init=str(tmp_path / "cut.pt"), **options), tmp_path / "cut.pt", "not a complete checkpoint")
+    (tmp_path / "text.pt").write_text("hello")
+    stops(lambda: main(module, tmp_path, init=str(tmp_path / "text.pt"), **options), tmp_path / "text.pt")
+    assert not (tmp_path / "grpo.pt").exists()
+
+
+def test_another_tokenizer_or_configuration(chain, tmp_path):
+    module, options = TINY["grpo"]
+    checkpoint = torch.load(chain / "sft.pt", weights_only=True)
+    torch.save({**checkpoint, "tokenizer": "gpt2:50257:0123456789ab"}, tmp_path / "other.pt")
+    stops(lambda: main(module, tmp_path, init=str(tmp_path / "other.pt"), **options), tmp_path / "other.pt", "gpt2:50257", "stories")
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    before = (out / "grpo.pt").read_bytes()
+    stops(lambda: main(module, out, resume=True, **{**options, "lr": 0.5}), "--lr", "0.5", out / "grpo.pt")
+    stops(lambda: main(module, out, resume=True, **{**options, "seed": 4}), "--seed", "4")
+    stops(lambda: main(gpt, out, resume=True, **{**TINY["gpt"][1], "n_layer": 2}), "--n-layer", "2")
+    assert (out / "grpo.pt").read_bytes() == before and metrics(out, "grpo") == metrics(chain, "grpo")
+
+
+def test_a_longer_run_may_resume_a_shorter_one(chain, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    module, options = TINY["grpo"]
+    main(module, out, resume=True, **{**options, "steps": 8})
+    assert metrics(out, "grpo")[:7] == metrics(chain, "grpo") and len(metrics(out, "grpo")) == 9
+
+
+def test_prompt_longer_than_the_context(chain, tmp_path):
+    module, options = TINY["grpo"]
+    stops(lambda: main(module, start_from(chain, tmp_path, "grpo"), max_new_tokens=40, **options), "--max-new-tokens 40", "context of 48")
+    stops(lambda: main(gpt, tmp_path / "b", context=20, **TINY["gpt"][1]), "context")
+
+
+@pytest.mark.parametrize("script", TINY)
+def test_not_finite(chain, tmp_path, monkeypatch, script):
+    """A NaN stops the run before it reaches the weights; the checkpoint before it stays and can be resumed."""
+    module, options = TINY[script]
+    out = start_from(chain, tmp_path, script)
+    if script == "grpo":
+        plain, count = grpo.policy_loss, []
+
+        def poisoned(*args, **kw):
+            loss, stats = plain(*args, **kw)
+            count.append(1)
+            return (loss * float("nan") if len(count) > 25 else loss), stats
+
+        monkeypatch.setattr(grpo, "policy_loss", poisoned)
+    else:
+        plain, count = module.token_logprobs, []
+        monkeypatch.setattr(module, "token_logprobs", lambda *args: plain(*args) * (float("nan") if count.append(1) or len(count) > 7 else 1))
+    path = out / f"{FILES[script]}.pt"
+    stops(lambda: main(module, out, **options), "step 4", "loss is nan", path, "holds step 2")
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["step"] == 2 and all(w.isfinite().all() for w in checkpoint["model"].values())
+    monkeypatch.undo()
+    main(module, out, resume=True, **options)
+    assert metrics(out, script) == metrics(chain, script)
+
+
+def test_full_disk_simulated(chain, tmp_path, monkeypatch):
+    module, options = TINY["sft"]
+    out, calls = start_from(chain, tmp_path, "sft"), []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    stops(lambda: main(module, out, **options), "could not save", "No space left on device", "still holds step 2")
+    assert torch.load(out / "sft.pt", weights_only=True)["step"] == 2 and not list(out.glob("*.tmp"))
+    monkeypatch.undo()
+    main(module, out, resume=True, **options)
+    assert metrics(out, "sft") == metrics(chain, "sft")
+
+
+def test_full_disk_for_real(chain, tmp_path):
+    """The write itself fails: the process may not write files beyond 20 kB."""
+    out = start_from(chain, tmp_path, "sft")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    done = run_script(*cli("sft", out), cwd=tmp_path, check=False, preexec_fn=limit)
+    assert done.returncode == 1 and "could not save" in done.stderr and done.stderr.count("\n") == 1
+    assert not (out / "sft.pt").exists() and not list(out.glob("*.tmp"))
+
+
+def test_half_a_line_of_metrics_is_dropped(chain, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    log = out / "sft/metrics.jsonl"
+    log.write_text(log.read_text() + '{"step": 7, "lo')
+    module, options = TINY["sft"]
+    main(module, out, resume=True, **{**options, "steps": 7})
+    assert [line["step"] for line in metrics(out, "sft")] == list(range(8))
+
+
+def test_checkpoints_need_no_pickle(chain):
+    for name in ("base", "sft", "grpo"):
+        checkpoint = torch.load(chain / f"{name}.pt", weights_only=True)
+        assert {"model", "optimizer", "step", "steps", "config", "model_config", "tokenizer"} <= set(checkpoint)
+        assert checkpoint["tokenizer"] == common.fingerprint(get_tokenizer())
