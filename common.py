@@ -1,6 +1,7 @@
 """Run plumbing, the same for every script and nothing to learn from: command line, seeds, device, log, checkpoints.
 
-A run called `grpo` writes <out>/grpo.pt (its checkpoint, replaced atomically) and <out>/grpo/ (metrics.jsonl, samples.md, curves.png).
+A run called `grpo` writes <out>/grpo.pt (its checkpoint, replaced atomically) and <out>/grpo/ (metrics.jsonl,
+samples.md, curves.png).
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import fingerprint
+from data.tokenizer import fingerprint, get_tokenizer
 
 COLUMNS = {  # how a metric is printed: key -> (heading, format)
     "loss": ("loss", ".4f"), "reward": ("reward", ".3f"), "accuracy": ("accuracy", ".3f"), "length": ("length", ".1f"),
@@ -33,14 +34,20 @@ COLUMNS = {  # how a metric is printed: key -> (heading, format)
 
 
 def parse(Config, doc, argv=None):
-    """The command line as a Config: one flag per dataclass field, the comment behind a field is its help. Any mistake ends the program
-    with one line that names the flag, and exit code 2. `Config.check`, if there is one, raises ValueError for impossible values."""
+    """The command line as a Config: one flag per dataclass field, the comment behind a field is its help. Any mistake
+    ends the program with one line that names the flag, and exit code 2. `Config.check`, if there is one, raises
+    ValueError for impossible values."""
     comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(Config), re.MULTILINE))
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     flags = {}
     for field in dataclasses.fields(Config):
         kind, options = field.type, {}
-        if typing.get_origin(kind) in (types.UnionType, typing.Union):  # `float | None`: None means that something else decides
+        if typing.get_origin(kind) in (
+            types.UnionType,
+            typing.Union,
+        ):  # `float | None`: None means that something else decides
             kind = next(t for t in typing.get_args(kind) if t is not types.NoneType)
         if typing.get_origin(kind) is typing.Literal:
             options["choices"] = typing.get_args(kind)
@@ -50,7 +57,9 @@ def parse(Config, doc, argv=None):
             options["metavar"] = kind.__name__.upper()
         default = "" if field.default in (None, "", False) else f" (default {field.default})"
         flag = "--" + field.name.replace("_", "-")
-        flags[flag] = parser.add_argument(flag, default=field.default, help=comments.get(field.name, "") + default, **options)
+        flags[flag] = parser.add_argument(
+            flag, default=field.default, help=comments.get(field.name, "") + default, **options
+        )
 
     def error(message):
         message = message.removeprefix("argument ")
@@ -63,9 +72,12 @@ def parse(Config, doc, argv=None):
     parser.error = error
     config = Config(**vars(parser.parse_args(argv)))
     try:
-        if config.steps < 1:
-            raise ValueError(f"--steps {config.steps}: must be at least 1")
+        for field in dataclasses.fields(Config):  # a number whose default is positive has to be positive
+            value = getattr(config, field.name)
+            if type(field.default) in (int, float) and field.default > 0 and not value > 0:
+                raise ValueError(f"--{field.name.replace('_', '-')} {value}: must be above 0")
         config.device = pick_device(config.device)
+        get_tokenizer(config.tokenizer)
         if hasattr(config, "check"):
             config.check()
     except ValueError as problem:
@@ -85,7 +97,8 @@ def pick_device(name):
 
 
 def seed_of(*parts):
-    """A 48-bit seed from anything printable. Every step draws from its own seed, so a resumed run needs no random state."""
+    """A 48-bit seed from anything printable. Every step draws from its own seed, so a resumed run needs no random
+    state."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
 
 
@@ -95,7 +108,8 @@ def generator(device, *parts):
 
 
 def by_length(lengths, rows):
-    """Row numbers sorted by length and cut into micro-batches of at most `rows`: rows of like length, so little padding."""
+    """Row numbers sorted by length and cut into micro-batches of at most `rows`: rows of like length, so little
+    padding."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     return [order[i : i + rows] for i in range(0, len(order), rows)]
 
@@ -116,7 +130,8 @@ def load_checkpoint(path, tokenizer=None):
 
 
 def make_if_missing(script, path, config):
-    """Runs `python <script>.py` for an earlier stage whose checkpoint is missing, or continues it if it was interrupted."""
+    """Runs `python <script>.py` for an earlier stage whose checkpoint is missing, or continues it if it was
+    interrupted."""
     checkpoint = load_checkpoint(path) if os.path.exists(path) else None
     if checkpoint and checkpoint["step"] >= checkpoint["steps"]:
         return
@@ -132,7 +147,8 @@ def make_if_missing(script, path, config):
 
 
 class Run:
-    """One run of a script: its files, its clock, its Ctrl-C. Without --resume an earlier run's files are kept as *.previous."""
+    """One run of a script: its files, its clock, its Ctrl-C. Without --resume an earlier run's files are kept as
+    *.previous."""
 
     def __init__(self, script, config, tokenizer, columns):
         self.script, self.config, self.tokenizer, self.columns = script, config, fingerprint(tokenizer), columns.split()
@@ -144,7 +160,9 @@ class Run:
                 now = getattr(config, name, None)
                 if now != value and name not in ("out", "device", "resume", "steps"):
                     flag = "--" + name.replace("_", "-")
-                    sys.exit(f"{self.path} was made with {flag} {value}, not {now}: resume with that, or start without --resume")
+                    sys.exit(
+                        f"{self.path} was made with {flag} {value}, not {now}: resume with that, or start without --resume"
+                    )
             self.step, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
             print(f"resuming {self.path} at step {self.step} of {config.steps}")
         else:
@@ -156,7 +174,9 @@ class Run:
                     print(f"{path} exists: kept as {kept}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._cut("metrics.jsonl", lambda line: json.loads(line)["step"] <= self.step)
-        self._cut("samples.md", lambda line: int(re.search(r"\d+", line.partition("## Step")[2] or "0")[0]) <= self.step)
+        self._cut(
+            "samples.md", lambda line: int(re.search(r"\d+", line.partition("## Step")[2] or "0")[0]) <= self.step
+        )
         torch.manual_seed(seed_of(config.seed))
         signal.signal(signal.SIGINT, self._interrupt)
         self.clock = self.first = time.perf_counter()
@@ -192,16 +212,23 @@ class Run:
         return self.step
 
     def log(self, step, **metrics):
-        """Appends a line to metrics.jsonl and prints its columns with the time left; NaN and None mean that it does not apply."""
+        """Appends a line to metrics.jsonl and prints its columns with the time left; NaN and None mean that it does
+        not apply."""
         now = time.perf_counter()
         metrics = {k: v for k, v in metrics.items() if v is not None and not math.isnan(v)}
-        left = (now - self.first) / max(step - self.first_step, 1) * (self.config.steps - step) if step > self.first_step else math.nan
+        left = (
+            (now - self.first) / max(step - self.first_step, 1) * (self.config.steps - step)
+            if step > self.first_step
+            else math.nan
+        )
         record = {"step": step, "seconds": round(self.seconds + now - self.clock, 3), **metrics}
         try:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as problem:
-            sys.exit(f"{self.folder / 'metrics.jsonl'}: {problem.strerror}; the last checkpoint is {self.path}, step {self.step}")
+            sys.exit(
+                f"{self.folder / 'metrics.jsonl'}: {problem.strerror}; the last checkpoint is {self.path}, step {self.step}"
+            )
         if self.lines % 20 == 0:
             print(f"{'step':>9}" + "".join(f"{COLUMNS[k][0]:>9}" for k in self.columns) + f"{'left':>8}")
         self.lines += 1
@@ -224,8 +251,8 @@ class Run:
                 )
 
     def save(self, step, model, optimizer, every=1):
-        """Writes the checkpoint when `step` is due (each `every` steps, at the end, after Ctrl-C). Atomic: a crash or a full disk leaves the
-        old file as it was."""
+        """Writes the checkpoint when `step` is due (each `every` steps, at the end, after Ctrl-C). Atomic: a crash or
+        a full disk leaves the old file as it was."""
         if step % every and step != self.config.steps and not self.interrupted:
             return
         now = time.perf_counter()
@@ -244,11 +271,19 @@ class Run:
             os.replace(temporary, self.path)
         except (OSError, RuntimeError) as problem:  # RuntimeError: torch's name for a write that failed
             temporary.unlink(missing_ok=True)
-            reason = getattr(problem, "strerror", None) or getattr(problem.__context__, "strerror", None) or str(problem).splitlines()[0]
-            sys.exit(f"could not save {self.path} at step {step}: {reason}. The file still holds step {self.step}: make room, then --resume")
+            reason = (
+                getattr(problem, "strerror", None)
+                or getattr(problem.__context__, "strerror", None)
+                or str(problem).splitlines()[0]
+            )
+            sys.exit(
+                f"could not save {self.path} at step {step}: {reason}. The file still holds step {self.step}: make room, then --resume"
+            )
         self.step = step
         if self.interrupted:
-            print(f"stopped; {self.path} holds step {step} of {self.config.steps}. Go on with: python {self.script}.py --resume")
+            print(
+                f"stopped; {self.path} holds step {step} of {self.config.steps}. Go on with: python {self.script}.py --resume"
+            )
             raise SystemExit(130)
 
     def metrics(self):

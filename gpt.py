@@ -1,19 +1,20 @@
 """The transformer that every stage shares, and stage 1: pretraining.
 
-A GPT-2 in the manner of nanoGPT: learned positions, pre-norm blocks, tanh-GELU, output head tied to the embedding. It adds what
-reinforcement learning needs and nanoGPT lacks: a preallocated key-value cache, and `generate` for a batch of prompts of different
-lengths that returns the log-probability of every token it sampled. With the same weights its logits are those of `transformers`' GPT-2
-(tests/test_gpt.py).
+A GPT-2 in the manner of nanoGPT: learned positions, pre-norm blocks, tanh-GELU, output head tied to the embedding. It
+adds what reinforcement learning needs and nanoGPT lacks: a preallocated key-value cache, and `generate` for a batch
+of prompts of different lengths that returns the log-probability of every token it sampled. With the same weights its
+logits are those of `transformers`' GPT-2 (tests/test_gpt.py).
 
 Pretraining minimises the mean of -log p(token | the tokens before it) over "the internet" (data/stories.py):
 
     python gpt.py            about 50 seconds on two CPU cores: out/base.pt, held-out accuracy about 0.4
 
-What to expect: the loss falls from 6 to 1.6; the model has then picked up every habit of its corpus, answering at once (almost always wrong),
-working it out (mostly right), working it out with a slip (wrong), in the corpus' proportions.
+What to expect: the loss falls from 6 to 1.6; the model has then picked up every habit of its corpus, answering at
+once (almost always wrong), working it out (mostly right), working it out with a slip (wrong), in the corpus'
+proportions.
 
-Sources: Radford et al. 2019 (GPT-2), and for the pre-norm block Xiong et al. 2020, arXiv:2002.04745. Deliberately left out: dropout (every document is
-seen once), mixed precision, several GPUs, learning-rate groups.
+Sources: Radford et al. 2019 (GPT-2), and for the pre-norm block Xiong et al. 2020, arXiv:2002.04745. Deliberately
+left out: dropout (every document is seen once), mixed precision, several GPUs, learning-rate groups.
 """
 
 import math
@@ -78,16 +79,19 @@ class Block(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once: kv is [L, 2, B, H, S, D], and `length` of its S columns are filled."""
+    """Keys and values of every layer, allocated once: kv is [L, 2, B, H, S, D], and `length` of its S columns are
+    filled."""
 
     def __init__(self, config, rows, columns, like):
         head = config.n_embd // config.n_head
-        self.kv = torch.empty(config.n_layer, 2, rows, config.n_head, columns, head, dtype=like.dtype, device=like.device)
+        self.kv = torch.empty(
+            config.n_layer, 2, rows, config.n_head, columns, head, dtype=like.dtype, device=like.device
+        )
         self.length = 0
 
     def extend(self, layer, kv):
-        """Appends the keys and values [2, B, H, T, D] of one layer and returns all it has, [2, B, H, length + T, D]. B may be fewer rows than
-        the cache has: its first ones."""
+        """Appends the keys and values [2, B, H, T, D] of one layer and returns all it has, [2, B, H, length + T, D].
+        B may be fewer rows than the cache has: its first ones."""
         _, B, _, T, _ = kv.shape
         mine = self.kv[layer, :, :B, :, : self.length + T]
         mine[:, :, :, self.length :] = kv
@@ -99,14 +103,16 @@ class KVCache:
 
 
 class PromptCache:
-    """The same interface for training: prompts are computed once, with gradient, and shared by all of their responses. First every prompt passes
-    through the model, then, with `which` [b] set to the prompt of each row, the responses; nothing of theirs is kept."""
+    """The same interface for training: prompts are computed once, with gradient, and shared by all of their
+    responses. First every prompt passes through the model, then, with `which` [b] set to the prompt of each row, the
+    responses; nothing of theirs is kept."""
 
     def __init__(self):
         self.layers, self.which, self.length = [], None, 0
 
     def extend(self, layer, kv):
-        """kv [2, U, H, P, D] of the prompts are returned as they are; kv [2, b, H, T, D] of the responses with their prompt's in front."""
+        """kv [2, U, H, P, D] of the prompts are returned as they are; kv [2, b, H, T, D] of the responses with their
+        prompt's in front."""
         if self.which is None:
             self.layers.append(kv)
             return kv
@@ -132,7 +138,9 @@ class Rollout:
 
     def select(self, rows):
         """Some rows as a Rollout of their own."""
-        return Rollout(*(x[rows] for x in (self.ids, self.positions, self.attention_mask, self.mask, self.logp)), self.prompt_len)
+        return Rollout(
+            *(x[rows] for x in (self.ids, self.positions, self.attention_mask, self.mask, self.logp)), self.prompt_len
+        )
 
     @staticmethod
     def cat(rollouts):
@@ -140,7 +148,10 @@ class Rollout:
         P, T = max(r.prompt_len for r in rollouts), max(r.mask.shape[1] for r in rollouts)
         wide = lambda r, x: F.pad(x, (P - r.prompt_len, T - r.mask.shape[1]))  # noqa: E731
         slots = lambda r, x: F.pad(x, (0, T - r.mask.shape[1]))  # noqa: E731
-        parts = [(wide(r, r.ids), wide(r, r.positions), wide(r, r.attention_mask), slots(r, r.mask), slots(r, r.logp)) for r in rollouts]
+        parts = [
+            (wide(r, r.ids), wide(r, r.positions), wide(r, r.attention_mask), slots(r, r.mask), slots(r, r.logp))
+            for r in rollouts
+        ]
         return Rollout(*map(torch.cat, zip(*parts)), P)
 
 
@@ -156,7 +167,9 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight  # tied
-        std = config.n_embd**-0.5  # GPT-2's 0.02 suits its width; at width 128 it makes the first third of pretraining a plateau
+        std = (
+            config.n_embd**-0.5
+        )  # GPT-2's 0.02 suits its width; at width 128 it makes the first third of pretraining a plateau
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -168,10 +181,12 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(ids, positions, attention_mask, cache))
 
     def hidden(self, ids, positions=None, attention_mask=None, cache=None):
-        """ids [B, T] -> what the head reads, [B, T, C]. Training takes the head only where a response token is predicted.
+        """ids [B, T] -> what the head reads, [B, T, C]. Training takes the head only where a response token is
+        predicted.
 
-        attention_mask [B, S]: 1 for tokens, 0 for padding, over the S = cache.length + T columns seen so far; None: no padding.
-        positions [B, T]: None means cumsum(attention_mask) - 1, so padding on the left does not count. cache: a KVCache, extended in place.
+        attention_mask [B, S]: 1 for tokens, 0 for padding, over the S = cache.length + T columns seen so far; None:
+        no padding. positions [B, T]: None means cumsum(attention_mask) - 1, so padding on the left does not count.
+        cache: a KVCache, extended in place.
         """
         B, T = ids.shape
         start = cache.length if cache is not None else 0
@@ -198,10 +213,12 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def response_hidden(self, rollout, rows):
-        """What the head reads to predict the response tokens of these rows, [N, C], N = mask[rows].sum(), in the order of the mask's ones.
+        """What the head reads to predict the response tokens of these rows, [N, C], N = mask[rows].sum(), in the
+        order of the mask's ones.
 
-        A training pass that computes no token twice: each different prompt once, whatever the number of its responses, and nothing beyond the
-        longest response. The gradient is that of the plain forward pass, row by row.
+        A training pass that computes no token twice: each different prompt once, whatever the number of its
+        responses, and nothing beyond the longest response. The gradient is that of the plain forward pass, row by
+        row.
         """
         P, mask = rollout.prompt_len, rollout.mask[rows]  # [b, T]
         T = max(1, int(mask.sum(1).max()))
@@ -211,7 +228,9 @@ class GPT(nn.Module):
         ids, attention = prompts[:, first:, 0], prompts[:, first:, 1]
         padded = not bool(attention.all())
         cache = PromptCache()
-        hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)[:, -1:][which]  # [b, 1, C]: predicts slot 0
+        hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)[:, -1:][
+            which
+        ]  # [b, 1, C]: predicts slot 0
         if T > 1:
             cache.which = which
             columns = slice(P, P + T - 1)  # the last token predicts nothing
@@ -222,17 +241,21 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=None, eos=None, generator=None):
-        """Samples one response of at most `max_new_tokens` for each prompt (lists of token ids) and returns a `Rollout`.
+        """Samples one response of at most `max_new_tokens` for each prompt (lists of token ids) and returns a
+        `Rollout`.
 
-        Temperature 0 takes the most likely token. logp is log softmax(logits / temperature) at the sampled token (temperature 1 for greedy
-        decoding) over the whole vocabulary, also under top_k. Raises ValueError for an empty prompt or one that does not fit the context.
+        Temperature 0 takes the most likely token. logp is log softmax(logits / temperature) at the sampled token
+        (temperature 1 for greedy decoding) over the whole vocabulary, also under top_k. Raises ValueError for an
+        empty prompt or one that does not fit the context.
 
-        Equal prompts are computed once. A row that sampled `eos` leaves the batch: the last live row moves into its slot, so that
-        the live ones stay the first n rows of the cache and the others cost nothing.
+        Equal prompts are computed once. A row that sampled `eos` leaves the batch: the last live row moves into its
+        slot, so that the live ones stay the first n rows of the cache and the others cost nothing.
         """
         device, B = self.wte.weight.device, len(prompts)
         if B == 0 or max_new_tokens < 1 or temperature < 0:
-            raise ValueError(f"needs prompts ({B}), max_new_tokens >= 1 ({max_new_tokens}) and temperature >= 0 ({temperature})")
+            raise ValueError(
+                f"needs prompts ({B}), max_new_tokens >= 1 ({max_new_tokens}) and temperature >= 0 ({temperature})"
+            )
         P = max(map(len, prompts))
         if min(map(len, prompts)) == 0 or P + max_new_tokens > self.config.context:
             raise ValueError(f"prompts of {min(map(len, prompts))} to {P} tokens and {max_new_tokens} new ones: none may be empty, and "
@@ -262,13 +285,18 @@ class GPT(nn.Module):
             token, token_logp = _sample(logits, temperature, top_k, generator)  # [n], [n]
             ids[rows, P + t] = token
             logp[rows, t] = token_logp
-            if eos is not None and (device.type == "cpu" or t % 16 == 15):  # to ask a GPU who has finished is to wait for it
+            if eos is not None and (
+                device.type == "cpu" or t % 16 == 15
+            ):  # to ask a GPU who has finished is to wait for it
                 live = (ids[rows, P:] != eos).cumprod(1)[:, t].bool() if device.type != "cpu" else token != eos
                 n = int(live.sum())
                 if n == 0:
                     break
                 if n < len(rows):
-                    free, movers = (~live[:n]).nonzero()[:, 0], live[n:].nonzero()[:, 0] + n  # as many of the one as of the other
+                    free, movers = (
+                        (~live[:n]).nonzero()[:, 0],
+                        live[n:].nonzero()[:, 0] + n,
+                    )  # as many of the one as of the other
                     cache.copy_rows(free, cache, movers)
                     for per_slot in (rows, token, length, live_attention):
                         per_slot[free] = per_slot[movers]
@@ -304,7 +332,8 @@ def _sample(logits, temperature, top_k, generator):
 
 
 def _pad(sequences, width, left=False):
-    """Token lists as numpy arrays (ids [B, width], attention mask [B, width]), padded with zeros on the right or on the left."""
+    """Token lists as numpy arrays (ids [B, width], attention mask [B, width]), padded with zeros on the right or on
+    the left."""
     ids, mask = np.zeros((len(sequences), width), np.int64), np.zeros((len(sequences), width), np.int64)
     for i, tokens in enumerate(sequences):
         where = slice(width - len(tokens), width) if left else slice(len(tokens))
@@ -332,21 +361,15 @@ class Config:
     documents: int = 32  # documents per step
     micro_batch: int = 32  # documents per forward and backward pass
     lr: float = 2e-3  # peak learning rate
-    warmup: int = 100  # steps of linear warm-up; then a cosine down to a tenth
+    warmup: int = 100  # steps of linear warm-up (1: none); then a cosine down to a tenth
     log_every: int = 50  # steps between two lines
     save_every: int = 100  # steps between two checkpoints
     evaluate: int = 512  # held-out problems, sampled before and after
     max_new_tokens: int = 16  # longest sampled response
 
     def check(self):
-        for flag in ("documents", "micro_batch", "log_every", "save_every", "evaluate", "max_new_tokens", "n_layer", "n_head"):
-            if getattr(self, flag) < 1:
-                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"--n-embd {self.n_embd}: must be a multiple of --n-head {self.n_head}")
-        if not self.lr > 0:
-            raise ValueError(f"--lr {self.lr}: must be above 0")
-        get_tokenizer(self.tokenizer)
 
 
 def main(config):
@@ -361,9 +384,17 @@ def main(config):
     require_room(model, tokenizer, held_out, config.max_new_tokens)
 
     def held_out_scores():
-        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=common.generator(config.device, "held out", config.seed))
+        return evaluate(
+            model,
+            tokenizer,
+            held_out,
+            config.max_new_tokens,
+            generator=common.generator(config.device, "held out", config.seed),
+        )
 
-    print(f"pretraining {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.steps} steps of {config.documents} documents")
+    print(
+        f"pretraining {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.steps} steps of {config.documents} documents"
+    )
 
     if not config.resume:
         scores = held_out_scores()
@@ -375,7 +406,10 @@ def main(config):
         # the documents of this step
         began = time.perf_counter()
         rng = random.Random(common.seed_of("base", config.seed, step))
-        documents = [tokenizer.encode_ordinary("".join(stories.base_document(rng))) + [tokenizer.eot_token] for _ in range(config.documents)]
+        documents = [
+            tokenizer.encode_ordinary("".join(stories.base_document(rng))) + [tokenizer.eot_token]
+            for _ in range(config.documents)
+        ]
         longest = max(map(len, documents))
         if longest > config.context:
             raise SystemExit(f"a document of {longest} tokens does not fit --context {config.context}")
@@ -393,7 +427,7 @@ def main(config):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / config.steps)
-        lr = config.lr * min(1.0, (step + 1) / config.warmup) * cosine if config.warmup else config.lr * cosine
+        lr = config.lr * min(1.0, (step + 1) / config.warmup) * cosine
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -404,7 +438,15 @@ def main(config):
         tokens, busy = tokens + targets, busy + time.perf_counter() - began
         if step % config.log_every == 0 or step == config.steps:
             scores = held_out_scores() if step == config.steps else {}
-            run.log(step, loss=total, accuracy=scores.get("accuracy"), length=scores.get("length"), grad_norm=grad_norm, lr=lr, tokens_per_second=tokens / busy)
+            run.log(
+                step,
+                loss=total,
+                accuracy=scores.get("accuracy"),
+                length=scores.get("length"),
+                grad_norm=grad_norm,
+                lr=lr,
+                tokens_per_second=tokens / busy,
+            )
             tokens, busy = 0, 0.0
         run.save(step, model, optimizer, config.save_every)
 

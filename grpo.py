@@ -1,28 +1,32 @@
 """Stage 3 for checkable answers: GRPO, reinforcement learning with verifiable rewards and without a critic.
 
-For each prompt sample a group of G responses, let a verifier score them, and push each response up or down by how much better it did than
-its group:
+For each prompt sample a group of G responses, let a verifier score them, and push each response up or down by how
+much better it did than its group:
 
-    A_i   = (r_i - mean(r)) / (std(r) + eps)                            one number for all tokens of response i
-    rho_t = pi(token_t) / pi_old(token_t)                               1 on the first update of a rollout
-    loss  = -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta * KL_t,   averaged over tokens and responses
+    A_i   = (r_i - mean(r)) / (std(r) + eps)                            one number for all tokens of response i rho_t
+    = pi(token_t) / pi_old(token_t)                               1 on the first update of a rollout loss  =
+    -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta * KL_t,   averaged over tokens and responses
 
     python grpo.py           makes out/base.pt and out/sft.pt first if they are missing; then 100 steps
     python grpo.py --variant dr_grpo | dapo | rloo | gspo | cispo       the same loop with other switches: see VARIANTS
 
-What to expect (defaults, two CPU cores): held-out accuracy from 0.45 to 0.97 and mean length from 7 to 9 tokens. Nobody rewards length: of the
-habits that pretraining left in the model, working it out is the one that gets answers right, so it takes over. pass@64 was close to 1
-all along: the right answers were there to be found, RL made them likely.
+What to expect (defaults, two CPU cores): held-out accuracy from 0.45 to 0.97 and mean length from 7 to 9 tokens.
+Nobody rewards length: of the habits that pretraining left in the model, working it out is the one that gets answers
+right, so it takes over. pass@64 was close to 1 all along: the right answers were there to be found, RL made them
+likely.
 
-What to look at: `zero-var` is the share of groups whose rewards are all equal; they carry no signal, and there are more of them as the policy gets
-better. `kl` is KL(policy || SFT model) in nats per response (the k3 estimate: never negative), how far the policy has moved. The loss says nothing: on
-the first update of a rollout its value is a mean of advantages, zero or nearly so, with a gradient that is not.
+What to look at: `zero-var` is the share of groups whose rewards are all equal; they carry no signal, and there are
+more of them as the policy gets better. `kl` is KL(policy || SFT model) in nats per response (the k3 estimate: never
+negative), how far the policy has moved. The loss says nothing: on the first update of a rollout its value is a mean
+of advantages, zero or nearly so, with a gradient that is not.
 
-A response cut off at --max-new-tokens is judged as it stands: it gets no reward unless it says the right answer, and its tokens are trained like all others.
+A response cut off at --max-new-tokens is judged as it stands: it gets no reward unless it says the right answer, and
+its tokens are trained like all others.
 
-Sources: Shao et al. 2024 (DeepSeekMath, GRPO, arXiv:2402.03300), Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), Yu et al. 2025 (DAPO, arXiv:2503.14476), Ahmadian et al.
-2024 (RLOO, arXiv:2402.14740), Zheng et al. 2025 (GSPO, arXiv:2507.18071), MiniMax 2025 (CISPO, arXiv:2506.13585). Deliberately left out: a reward or value model
-(ppo.py), a separate sampling engine and its importance weights, tool calls, process rewards.
+Sources: Shao et al. 2024 (DeepSeekMath, GRPO, arXiv:2402.03300), Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), Yu et
+al. 2025 (DAPO, arXiv:2503.14476), Ahmadian et al. 2024 (RLOO, arXiv:2402.14740), Zheng et al. 2025 (GSPO,
+arXiv:2507.18071), MiniMax 2025 (CISPO, arXiv:2506.13585). Deliberately left out: a reward or value model (ppo.py), a
+separate sampling engine and its importance weights, tool calls, process rewards.
 """
 
 import copy
@@ -62,7 +66,9 @@ class Config:
     resume: bool = False  # continue from the checkpoint
     init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
     tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
-    variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "grpo"  # sets the switches that are not given as flags
+    variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = (
+        "grpo"  # sets the switches that are not given as flags
+    )
     prompts: int = 32  # prompts per step
     group_size: int = 8  # G, responses per prompt
     max_new_tokens: int = 16  # longest response
@@ -71,17 +77,27 @@ class Config:
     minibatches: int = 4  # optimizer steps per epoch
     micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
     lr: float = 1.5e-4  # peak learning rate
-    warmup: int = 10  # steps of linear warm-up (Adam's first steps are its wildest); then linearly down to 0
+    warmup: int = 10  # steps of linear warm-up (1: none) (Adam's first steps are its wildest); then linearly down to 0
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
-    baseline: Literal["mean", "leave_one_out"] | None = None  # what a reward is compared with: its group, or the others of its group
-    scale: Literal["std", "none", "batch"] | None = None  # advantages are divided by the group's std, by nothing, or by the batch's std
-    ratio: Literal["token", "sequence"] | None = None  # importance ratio of each token, or its geometric mean over the response
+    baseline: Literal["mean", "leave_one_out"] | None = (
+        None  # what a reward is compared with: its group, or the others of its group
+    )
+    scale: Literal["std", "none", "batch"] | None = (
+        None  # advantages are divided by the group's std, by nothing, or by the batch's std
+    )
+    ratio: Literal["token", "sequence"] | None = (
+        None  # importance ratio of each token, or its geometric mean over the response
+    )
     surrogate: Literal["clip", "cispo"] | None = None  # PPO's clipped objective, or CISPO's clipped weight
     clip_low: float | None = None  # the ratio is clipped below at 1 - this
     clip_high: float | None = None  # and above at 1 + this
-    aggregate: Literal["sequence", "token", "constant"] | None = None  # mean per response, per token of the step, or over a constant
+    aggregate: Literal["sequence", "token", "constant"] | None = (
+        None  # mean per response, per token of the step, or over a constant
+    )
     beta: float | None = None  # weight of the KL to the reference; at 0 no reference model is run
-    kl: Literal["k1", "k2", "k3", "exact", "reward"] | None = None  # its estimate as a loss, or k1 subtracted from the reward
+    kl: Literal["k1", "k2", "k3", "exact", "reward"] | None = (
+        None  # its estimate as a loss, or k1 subtracted from the reward
+    )
     dynamic_sampling: bool | None = None  # drop groups of equal rewards and sample others
     overlong_buffer: int | None = None  # the last so many tokens before max_new_tokens cost up to -1 reward; 0: none
     eval_every: int = 20  # steps between two held-out evaluations
@@ -94,32 +110,27 @@ class Config:
         for name, value in {"dynamic_sampling": False, "overlong_buffer": 0, **VARIANTS[self.variant]}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        for flag in ("prompts", "group_size", "max_new_tokens", "epochs", "minibatches", "micro_batch", "eval_every", "evaluate", "pass_k", "log_every", "save_every"):
-            if getattr(self, flag) < 1:
-                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 1")
         if self.group_size == 1 and (self.scale == "std" or self.baseline == "leave_one_out"):
-            raise ValueError("--group-size 1: a group of one has neither a std nor others to compare with; use at least 2")
-        if not self.temperature > 0:
-            raise ValueError(f"--temperature {self.temperature}: must be above 0, a greedy policy has no gradient")
-        if not self.lr > 0 or not self.max_grad_norm > 0:
-            raise ValueError(f"--lr {self.lr} and --max-grad-norm {self.max_grad_norm}: must be above 0")
-        if self.beta < 0 or self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"--beta {self.beta}, --clip-low {self.clip_low}, --clip-high {self.clip_high}: must not be negative")
+            raise ValueError("--group-size 1: a group of one has no std and no others to compare with; use at least 2")
+        for flag in ("beta", "clip_low", "clip_high"):
+            if not getattr(self, flag) >= 0:
+                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must not be negative")
         if self.minibatches > self.prompts:
-            raise ValueError(f"--minibatches {self.minibatches}: at most one per prompt, and there are {self.prompts}")
+            raise ValueError(f"--minibatches {self.minibatches}: at most one per prompt, --prompts {self.prompts}")
         if not 0 <= self.overlong_buffer <= self.max_new_tokens:
-            raise ValueError(f"--overlong-buffer {self.overlong_buffer}: must be between 0 and --max-new-tokens {self.max_new_tokens}")
-        get_tokenizer(self.tokenizer)
+            raise ValueError(f"--overlong-buffer {self.overlong_buffer}: must be 0 to {self.max_new_tokens}")
 
 
 def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
-    """How much better each response did than its group. rewards [P, G], P prompts with G responses each -> advantages [P, G].
+    """How much better each response did than its group. rewards [P, G], P prompts with G responses each -> advantages
+    [P, G].
 
-    baseline "mean": r_i - mean(r) (DeepSeekMath, section 4.1.2). "leave_one_out": r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, section 2.2), whose
-    policy gradient is unbiased; the group mean's is (1 - 1/G) times that. scale "std": over the group's std (with ddof) + eps; "none": Dr. GRPO, because
-    dividing by the std gives very easy and very hard prompts more weight; "batch": over the std of all rewards. A group of equal rewards has
-    exactly zero advantages, whatever the rounding of its mean. A reward of NaN (nothing could be said) gives 0 and stays out of the
-    baseline. Raises ValueError for groups of one with "std" or "leave_one_out", or an unknown name.
+    baseline "mean": r_i - mean(r) (DeepSeekMath, section 4.1.2). "leave_one_out": r_i - mean of the others = G/(G-1)
+    (r_i - mean(r)) (RLOO, section 2.2), whose policy gradient is unbiased; the group mean's is (1 - 1/G) times that.
+    scale "std": over the group's std (with ddof) + eps; "none": Dr. GRPO, because dividing by the std gives very easy
+    and very hard prompts more weight; "batch": over the std of all rewards. A group of equal rewards has exactly zero
+    advantages, whatever the rounding of its mean. A reward of NaN (nothing could be said) gives 0 and stays out of
+    the baseline. Raises ValueError for groups of one with "std" or "leave_one_out", or an unknown name.
     """
     if baseline not in ("mean", "leave_one_out") or scale not in ("std", "none", "batch"):
         raise ValueError(f"unknown baseline {baseline!r} or scale {scale!r}")
@@ -145,10 +156,12 @@ def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
 
 
 def aggregate_loss(per_token, mask, aggregate="token", max_tokens=None, denominator=None):
-    """Per-token losses [B, T] -> scalar. "sequence": mean over responses of their token mean (GRPO; long wrong answers are pushed down less per token).
-    "token": mean over all tokens (DAPO). "constant": sum / (B * max_tokens) (Dr. GRPO; no length bias).
+    """Per-token losses [B, T] -> scalar. "sequence": mean over responses of their token mean (GRPO; long wrong
+    answers are pushed down less per token). "token": mean over all tokens (DAPO). "constant": sum / (B * max_tokens)
+    (Dr. GRPO; no length bias).
 
-    `denominator` is for a micro-batch: B, the tokens, or B * max_tokens of the whole optimizer step, so that the parts add up to it.
+    `denominator` is for a micro-batch: B, the tokens, or B * max_tokens of the whole optimizer step, so that the
+    parts add up to it.
     """
     per_token = torch.where(mask > 0, per_token, 0.0)
     if aggregate == "sequence":
@@ -166,12 +179,13 @@ def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, a
                 beta=0.0, kl="k3", surrogate="clip", exact_kl=None, denominator=None):  # fmt: skip
     """The loss of all variants. logp, old_logp, ref_logp, mask [B, T], advantages [B] -> (scalar loss, stats).
 
-    rho = exp(logp - old_logp), or for ratio="sequence" its geometric mean over the response, exp(mean_t(logp - old_logp)) (GSPO, eq. 7).
-    surrogate "clip":  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); no gradient once rho has left the range in the direction A pushes.
-    surrogate "cispo": -stopgrad(clip(rho, 1 - clip_low, 1 + clip_high)) A logp (MiniMax-M1, eq. 4); every token keeps a gradient.
-    beta > 0 adds beta * KL to each token: kl_estimate(logp, ref_logp, kl), or for kl="exact" `exact_kl` [B, T].
-    Only slots with mask = 1 count. `aggregate`, `max_tokens`, `denominator`: see aggregate_loss.
-    stats are means over tokens: clip_fraction, approx_kl = (logp - old_logp)^2 / 2, and kl (k3) where there is ref_logp.
+    rho = exp(logp - old_logp), or for ratio="sequence" its geometric mean over the response, exp(mean_t(logp -
+    old_logp)) (GSPO, eq. 7). surrogate "clip":  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); no gradient
+    once rho has left the range in the direction A pushes. surrogate "cispo": -stopgrad(clip(rho, 1 - clip_low, 1 +
+    clip_high)) A logp (MiniMax-M1, eq. 4); every token keeps a gradient. beta > 0 adds beta * KL to each token:
+    kl_estimate(logp, ref_logp, kl), or for kl="exact" `exact_kl` [B, T]. Only slots with mask = 1 count. `aggregate`,
+    `max_tokens`, `denominator`: see aggregate_loss. stats are means over tokens: clip_fraction, approx_kl = (logp -
+    old_logp)^2 / 2, and kl (k3) where there is ref_logp.
     """
     on = mask > 0
     log_ratio = torch.where(on, logp - old_logp, 0.0)  # [B, T]
@@ -195,24 +209,28 @@ def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, a
     if ref_logp is not None:
         stats["kl"] = torch.where(on, kl_estimate(logp.detach(), ref_logp), 0.0).sum() / tokens
     if beta:
-        kl_t = exact_kl if kl == "exact" else kl_estimate(torch.where(on, logp, 0.0), torch.where(on, ref_logp, 0.0), kl)
+        kl_t = (
+            exact_kl if kl == "exact" else kl_estimate(torch.where(on, logp, 0.0), torch.where(on, ref_logp, 0.0), kl)
+        )
         per_token = per_token + beta * kl_t
     return aggregate_loss(per_token, mask, aggregate, max_tokens, denominator), stats
 
 
 def kl_in_reward(rewards, logp, ref_logp, mask, beta):
-    """RLOO's penalised rewards: r_i - beta * sum_t (logp - ref_logp). rewards [B], the others [B, T] -> [B]. Without gradient: as a penalty in the reward the
-    k1 estimate has the right gradient, as a loss it has none."""
+    """RLOO's penalised rewards: r_i - beta * sum_t (logp - ref_logp). rewards [B], the others [B, T] -> [B]. Without
+    gradient: as a penalty in the reward the k1 estimate has the right gradient, as a loss it has none."""
     return rewards - beta * torch.where(mask > 0, logp - ref_logp, 0.0).sum(1).detach()
 
 
 def overlong_penalty(lengths, max_tokens, buffer):
-    """DAPO's soft punishment (eq. 13), added to the reward: 0 up to max_tokens - buffer tokens, then linearly down to -1 at max_tokens. [B] -> [B]"""
+    """DAPO's soft punishment (eq. 13), added to the reward: 0 up to max_tokens - buffer tokens, then linearly down to
+    -1 at max_tokens. [B] -> [B]"""
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def response_logits(model, rollout, rows):
-    """Logits [N, V] that predict the response tokens of these rows, and those tokens [N]. The head sees nothing else."""
+    """Logits [N, V] that predict the response tokens of these rows, and those tokens [N]. The head sees nothing
+    else."""
     tokens = rollout.ids[rows, rollout.prompt_len :][rollout.mask[rows].bool()]
     return model.lm_head(model.response_hidden(rollout, rows)), tokens
 
@@ -233,30 +251,29 @@ def rollout_logprobs(model, rollout, micro_batches, temperature):
 
 
 def sample_groups(policy, tokenizer, config, step):
-    """The rollout of one step: G responses to each of config.prompts training problems. Returns (rollout of P * G rows, accuracy rewards [P, G],
-    share of groups with equal rewards). With dynamic sampling (DAPO, section 3.2) those groups are dropped and other problems are sampled, up to
-    four times as many; when even that yields nothing, the last ones stay: their advantages are zero."""
+    """The rollout of one step: G responses to each of P training problems -> (rollout of P * G rows, rewards [P, G],
+    share of groups whose rewards are all equal). Dynamic sampling (DAPO, section 3.2) drops those groups and draws
+    other problems, four times at most, so P may fall short."""
+    P, G = config.prompts, config.group_size
     rng = random.Random(common.seed_of("problems", config.seed, step))
     noise = common.generator(config.device, "sampling", config.seed, step)
-    rollouts, rewards, drawn, equal = [], [], 0, 0
-    while sum(map(len, rewards)) < config.prompts and drawn < (4 if config.dynamic_sampling else 1) * config.prompts:
-        problems = [stories.make_problem(rng) for _ in range(config.prompts)]
-        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems for _ in range(config.group_size)]
-        rollout = policy.generate(prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=noise)
-        right = [accuracy_reward(text, problems[i // config.group_size].answer) for i, text in enumerate(rollout.texts(tokenizer))]
-        reward = torch.tensor(right, device=config.device).view(-1, config.group_size)  # [prompts, G]
-        informative = reward.amax(1) > reward.amin(1)
-        drawn, equal = drawn + len(reward), equal + int((~informative).sum())
-        if config.dynamic_sampling:
-            room = config.prompts - sum(map(len, rewards))
-            keep = informative.nonzero()[:room, 0]
-            if not len(keep) and not rewards and drawn == 4 * config.prompts:
-                keep = torch.arange(len(reward), device=config.device)
-            rollout = rollout.select((keep[:, None] * config.group_size + torch.arange(config.group_size, device=config.device)).view(-1))
-            reward = reward[keep]
-        rollouts.append(rollout)
-        rewards.append(reward)
-    return Rollout.cat(rollouts), torch.cat(rewards), equal / drawn
+    rollouts, rewards, equal = [], [], []
+    for _ in range(4 if config.dynamic_sampling else 1):
+        problems = [stories.make_problem(rng) for _ in range(P)]
+        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems for _ in range(G)]
+        rollout = policy.generate(
+            prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=noise
+        )
+        right = [accuracy_reward(text, problems[i // G].answer) for i, text in enumerate(rollout.texts(tokenizer))]
+        reward = torch.tensor(right, device=config.device).view(P, G)
+        equal.append(reward.amax(1) == reward.amin(1))  # [P]
+        keep = ~equal[-1] if config.dynamic_sampling else torch.ones_like(equal[-1])
+        rollouts.append(rollout.select(keep.repeat_interleave(G)))
+        rewards.append(reward[keep])
+        if sum(map(len, rewards)) >= P:
+            break
+    zero_variance = torch.cat(equal).float().mean().item()
+    return Rollout.cat(rollouts).select(slice(P * G)), torch.cat(rewards)[:P], zero_variance
 
 
 def main(config):
@@ -266,7 +283,12 @@ def main(config):
     if not config.init:
         common.make_if_missing("sft", init, config)
     checkpoint = common.load_checkpoint(init, tokenizer)
-    run = common.Run("grpo", config, tokenizer, "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second")
+    run = common.Run(
+        "grpo",
+        config,
+        tokenizer,
+        "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second",
+    )
     policy = GPT(GPTConfig(**checkpoint["model_config"]))
     policy.load_state_dict(checkpoint["model"])
     policy.to(config.device)
@@ -274,7 +296,10 @@ def main(config):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     step = run.restore(policy, optimizer)
     switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
-    print(f"GRPO from {init}, variant {config.variant}: " + ", ".join(f"{name} {value}" for name, value in switches.items()))
+    print(
+        f"GRPO from {init}, variant {config.variant}: "
+        + ", ".join(f"{name} {value}" for name, value in switches.items())
+    )
 
     held_out = stories.held_out_problems(config.evaluate)
     require_room(policy, tokenizer, held_out, config.max_new_tokens)
@@ -302,18 +327,20 @@ def main(config):
         mask, lengths = rollout.mask, rollout.mask.sum(1)  # [B, T], [B], B = P * G
         step += 1
 
-        # 2. The rows of each optimizer step (whole groups), cut into micro-batches of like length
+        # 2. The rows of each optimizer step (whole groups, in random order), cut into micro-batches of like length
         P, G = accuracy.shape
-        order = random.Random(common.seed_of("minibatches", config.seed, step)).sample(range(P), P)
-        sizes = (rollout.attention_mask.sum(1)).tolist()
+        order = torch.randperm(P, generator=common.generator("cpu", "minibatches", config.seed, step))
+        tokens_of = rollout.attention_mask.sum(1).cpu()  # [B]
         minibatches = []
         for i in range(config.minibatches):
-            rows = [p * G + g for p in order[i :: config.minibatches] for g in range(G)]
-            minibatches.append([[rows[j] for j in part] for part in common.by_length([sizes[r] for r in rows], config.micro_batch)])
+            rows = (order[i :: config.minibatches, None] * G + torch.arange(G)).view(-1)
+            minibatches.append(rows[tokens_of[rows].argsort(stable=True)].split(config.micro_batch))
         micro_batches = [rows for minibatch in minibatches for rows in minibatch]
 
         # 3. Log-probabilities of the reference, and of the policy that sampled if it will change before the rollout is used up
-        ref_logp = rollout_logprobs(reference, rollout, micro_batches, config.temperature) if reference else None  # [B, T]
+        ref_logp = (
+            rollout_logprobs(reference, rollout, micro_batches, config.temperature) if reference else None
+        )  # [B, T]
         several = config.epochs * config.minibatches > 1
         old_logp = rollout_logprobs(policy, rollout, micro_batches, config.temperature) if several else None  # [B, T]
 
@@ -327,11 +354,15 @@ def main(config):
 
         # 5. Updates
         stats = dict.fromkeys(("loss", "entropy", "approx_kl", "clip_fraction", "kl", "grad_norm"), 0.0)
-        lr = config.lr * min(1.0, step / max(config.warmup, 1)) * (1 - (step - 1) / config.steps)
+        lr = config.lr * min(1.0, step / config.warmup) * (1 - (step - 1) / config.steps)
         for minibatch in minibatches * config.epochs:
-            rows_here = [row for rows in minibatch for row in rows]
+            rows_here = torch.cat(minibatch)
             tokens_here = int(lengths[rows_here].sum())
-            denominator = {"sequence": len(rows_here), "token": tokens_here, "constant": len(rows_here) * config.max_new_tokens}[config.aggregate]
+            denominator = {
+                "sequence": len(rows_here),
+                "token": tokens_here,
+                "constant": len(rows_here) * config.max_new_tokens,
+            }[config.aggregate]
             for rows in minibatch:
                 logits, targets = response_logits(policy, rollout, rows)  # [N, V], [N]
                 logp, entropy = token_logprobs_and_entropy(logits, targets, config.temperature)  # [N], [N]
@@ -358,8 +389,10 @@ def main(config):
             optimizer.step()
             optimizer.zero_grad()
         stats = {name: value / (config.epochs * config.minibatches) for name, value in stats.items()}
-        stats["kl"] = stats["kl"] * lengths.float().mean().item() if reference else None  # nats per token -> per response
-        tokens, busy = tokens + int(rollout.attention_mask.sum()), busy + time.perf_counter() - began
+        stats["kl"] = (
+            stats["kl"] * lengths.float().mean().item() if reference else None
+        )  # nats per token -> per response
+        tokens, busy = tokens + int(tokens_of.sum()), busy + time.perf_counter() - began
 
         # 6. Log and checkpoint
         if step % config.log_every == 0 or step % config.eval_every == 0 or step == config.steps:

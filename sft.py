@@ -1,20 +1,23 @@
 """Stage 2, supervised fine-tuning: imitate demonstrations, with the prompt masked.
 
-The pretrained model continues any text in any of its corpus' formats. SFT shows it prompt-response pairs in one format (the answer
-behind "####", then end-of-text) and minimises the token mean over the whole optimizer step
+The pretrained model continues any text in any of its corpus' formats. SFT shows it prompt-response pairs in one
+format (the answer behind "####", then end-of-text) and minimises the token mean over the whole optimizer step
 
     loss = sum_{i,t} mask * -log p(response_t | prompt, response_<t) / sum_{i,t} mask
 
-where the mask is 1 for response tokens, the first one and the end-of-text token included, and 0 for the prompt: nobody wants the model to learn to
-ask. A mean of per-row means would be another objective, with more weight on the tokens of short answers.
+where the mask is 1 for response tokens, the first one and the end-of-text token included, and 0 for the prompt:
+nobody wants the model to learn to ask. A mean of per-row means would be another objective, with more weight on the
+tokens of short answers.
 
-    python sft.py            makes out/base.pt first if it is missing; 6 seconds on two CPU cores: out/sft.pt, held-out accuracy about 0.5
+    python sft.py            makes out/base.pt first if it is missing; 6 seconds on two CPU cores: out/sft.pt,
+    held-out accuracy about 0.5
 
-What to expect: accuracy rises a little, only because every answer now comes in the form that the verifier reads best. The demonstrators have
-the habits of the corpus: 40% guess, a quarter of those who work it out slip. Imitation cannot be better than them; grpo.py can.
+What to expect: accuracy rises a little, only because every answer now comes in the form that the verifier reads best.
+The demonstrators have the habits of the corpus: 40% guess, a quarter of those who work it out slip. Imitation cannot
+be better than them; grpo.py can.
 
-Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 1. Deliberately left out: several epochs, packing several demonstrations into
-one row (rows of like length share a micro-batch instead), chat templates.
+Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 1. Deliberately left out: several
+epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead), chat templates.
 """
 
 import math
@@ -44,31 +47,25 @@ class Config:
     examples: int = 64  # demonstrations per step
     micro_batch: int = 32  # demonstrations per forward and backward pass
     lr: float = 5e-4  # peak learning rate
-    warmup: int = 10  # steps of linear warm-up; then a cosine down to a tenth
+    warmup: int = 10  # steps of linear warm-up (1: none); then a cosine down to a tenth
     max_new_tokens: int = 16  # longest sampled response at evaluation
     log_every: int = 10  # steps between two lines
     save_every: int = 20  # steps between two checkpoints
     evaluate: int = 512  # held-out problems, sampled before and after
 
-    def check(self):
-        for flag in ("examples", "micro_batch", "max_new_tokens", "log_every", "save_every", "evaluate"):
-            if getattr(self, flag) < 1:
-                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 1")
-        if not self.lr > 0:
-            raise ValueError(f"--lr {self.lr}: must be above 0")
-        get_tokenizer(self.tokenizer)
-
 
 def response_mask(prompt_lengths, lengths, width):
-    """1 where the *next* token is one of the response, [B, width] bool: slots prompt_len - 1 .. length - 2. So the last prompt token predicts
-    the first response token, and the last response token but one predicts EOS. prompt_lengths, lengths: [B], prompt and whole row."""
+    """1 where the *next* token is one of the response, [B, width] bool: slots prompt_len - 1 .. length - 2. So the
+    last prompt token predicts the first response token, and the last response token but one predicts EOS.
+    prompt_lengths, lengths: [B], prompt and whole row."""
     column = torch.arange(width)
     return (column >= prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
 
 
 def token_mean(values, mask, tokens=None):
-    """sum(values * mask) / tokens, with `tokens` = mask.sum() unless this is a micro-batch: then the token count of the whole optimizer
-    step, so that the micro-batches' losses (and gradients) add up to the step's, however it is cut. values, mask [B, T] or [N] -> scalar."""
+    """sum(values * mask) / tokens, with `tokens` = mask.sum() unless this is a micro-batch: then the token count of
+    the whole optimizer step, so that the micro-batches' losses (and gradients) add up to the step's, however it is
+    cut. values, mask [B, T] or [N] -> scalar."""
     return (values * mask).sum() / (mask.sum() if tokens is None else tokens)
 
 
@@ -89,7 +86,13 @@ def main(config):
     require_room(model, tokenizer, held_out, config.max_new_tokens)
 
     def held_out_scores():
-        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=common.generator(config.device, "held out", config.seed))
+        return evaluate(
+            model,
+            tokenizer,
+            held_out,
+            config.max_new_tokens,
+            generator=common.generator(config.device, "held out", config.seed),
+        )
 
     if not config.resume:
         scores = held_out_scores()
@@ -107,14 +110,18 @@ def main(config):
         texts = [prompt + response for prompt, response in zip(prompts, responses)]
         longest = max(map(len, texts))
         if longest > model.config.context:
-            raise SystemExit(f"a demonstration of {longest} tokens does not fit the context of {model.config.context} that {init} has")
+            raise SystemExit(
+                f"a demonstration of {longest} tokens does not fit the context of {model.config.context} that {init} has"
+            )
         targets = sum(map(len, responses))  # tokens in the loss of this step
 
         # loss: only response tokens go through the head
         total = 0.0
         for rows in common.by_length(list(map(len, texts)), config.micro_batch):
             ids, attention = right_pad([texts[i] for i in rows])  # [b, L]
-            predicts = response_mask(torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1])  # [b, L]
+            predicts = response_mask(
+                torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1]
+            )  # [b, L]
             ids, predicts = ids.to(config.device), predicts.to(config.device)
             hidden = model.hidden(ids)[predicts]  # [N, C], N response tokens
             logp = token_logprobs(model.lm_head(hidden), ids.roll(-1, dims=1)[predicts])  # [N]
@@ -123,7 +130,7 @@ def main(config):
             total += loss.item()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
-        lr = config.lr * min(1.0, (step + 1) / max(config.warmup, 1)) * (0.55 + 0.45 * math.cos(math.pi * step / config.steps))
+        lr = config.lr * min(1.0, (step + 1) / config.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / config.steps))
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -134,7 +141,15 @@ def main(config):
         tokens, busy = tokens + sum(map(len, texts)), busy + time.perf_counter() - began
         if step % config.log_every == 0 or step == config.steps:
             scores = held_out_scores() if step == config.steps else {}
-            run.log(step, loss=total, accuracy=scores.get("accuracy"), length=scores.get("length"), grad_norm=grad_norm, lr=lr, tokens_per_second=tokens / busy)
+            run.log(
+                step,
+                loss=total,
+                accuracy=scores.get("accuracy"),
+                length=scores.get("length"),
+                grad_norm=grad_norm,
+                lr=lr,
+                tokens_per_second=tokens / busy,
+            )
             tokens, busy = 0, 0.0
         run.save(step, model, optimizer, config.save_every)
 

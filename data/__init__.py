@@ -3,4 +3,12 @@
 from data.rewards import accuracy_reward, extract_answer, format_reward, last_boxed, last_number, pass_at_k
 from data.tokenizer import get_tokenizer
 
-__all__ = ["accuracy_reward", "extract_answer", "format_reward", "get_tokenizer", "last_boxed", "last_number", "pass_at_k"]
+__all__ = [
+    "accuracy_reward",
+    "extract_answer",
+    "format_reward",
+    "get_tokenizer",
+    "last_boxed",
+    "last_number",
+    "pass_at_k",
+]

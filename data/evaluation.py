@@ -7,7 +7,8 @@ from data.stories import habit
 def sample_responses(model, tokenizer, problems, max_new_tokens, temperature=1.0, generator=None, rows=1024):
     """One sampled response per problem, as text without its end-of-text token, and its length in tokens (with it).
 
-    Returns (texts, lengths). A response that never ended counts max_new_tokens tokens. At most `rows` are decoded at once.
+    Returns (texts, lengths). A response that never ended counts max_new_tokens tokens. At most `rows` are decoded at
+    once.
     """
     texts, lengths = [], []
     for i in range(0, len(problems), rows):
@@ -28,7 +29,8 @@ def require_room(model, tokenizer, problems, max_new_tokens):
 
 
 def habits(scores):
-    """The scores of `evaluate` as two lines of text: how often the model works it out or answers at once, and with what success."""
+    """The scores of `evaluate` as two lines of text: how often the model works it out or answers at once, and with
+    what success."""
     worked, direct = scores["worked"], 1 - scores["worked"]
     return (f"  worked out {worked:4.0%} of the time, {scores['worked_accuracy']:4.0%} of those right\n"
             f"  at once    {direct:4.0%} of the time, {scores['direct_accuracy']:4.0%} of those right")  # fmt: skip
@@ -37,10 +39,13 @@ def habits(scores):
 def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=None):
     """Samples every problem `samples` times at temperature 1 and returns what the answers are worth:
 
-    accuracy (pass@1), length (mean tokens, end-of-text included), worked (share of responses with running totals), accuracy of the
-    worked and of the direct ones (NaN where there are none), and pass_at_k = {"pass@1": ..., "pass@4": ...}, k = 1, 4, 16, 64, 256, as far as `samples` allows.
+    accuracy (pass@1), length (mean tokens, end-of-text included), worked (share of responses with running totals),
+    accuracy of the worked and of the direct ones (NaN where there are none), and pass_at_k = {"pass@1": ...,
+    "pass@4": ...}, k = 1, 4, 16, 64, 256, as far as `samples` allows.
     """
-    texts, lengths = sample_responses(model, tokenizer, [p for p in problems for _ in range(samples)], max_new_tokens, generator=generator)
+    texts, lengths = sample_responses(
+        model, tokenizer, [p for p in problems for _ in range(samples)], max_new_tokens, generator=generator
+    )
     right = [accuracy_reward(text, problems[i // samples].answer) for i, text in enumerate(texts)]
     worked = [habit(text) == "worked" for text in texts]
     mean = lambda values: sum(values) / len(values) if values else float("nan")  # noqa: E731
@@ -51,5 +56,9 @@ def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=No
         "worked": mean(worked),
         "worked_accuracy": mean([r for r, w in zip(right, worked) if w]),
         "direct_accuracy": mean([r for r, w in zip(right, worked) if not w]),
-        "pass_at_k": {f"pass@{k}": mean([pass_at_k(samples, int(c), k) for c in correct]) for k in (1, 4, 16, 64, 256) if k <= samples},
+        "pass_at_k": {
+            f"pass@{k}": mean([pass_at_k(samples, int(c), k) for c in correct])
+            for k in (1, 4, 16, 64, 256)
+            if k <= samples
+        },
     }

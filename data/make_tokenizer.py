@@ -1,12 +1,15 @@
-"""Makes data/stories.tiktoken: byte-level byte-pair encoding of the embedded task's corpus. Run once: python -m data.make_tokenizer
+"""Makes data/stories.tiktoken: byte-level byte-pair encoding of the embedded task's corpus. Run once: python -m
+data.make_tokenizer
 
-Byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909): start from the 256 bytes; again and again, merge the most frequent pair of
-neighbours into a new token. A token's rank is the order in which it was made, and that is all an encoder needs to know.
+Byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909): start from the 256 bytes; again and again, merge the most
+frequent pair of neighbours into a new token. A token's rank is the order in which it was made, and that is all an
+encoder needs to know.
 """
 
 import base64
 import random
 from collections import Counter
+from itertools import pairwise
 
 import regex  # installed with tiktoken; like tiktoken's own engine it knows the pattern's syntax
 
@@ -18,17 +21,20 @@ DOCUMENTS = 20_000
 
 
 def train(pieces, merges):
-    """pieces: Counter of bytes. Returns the list of tokens in order of rank: the 256 bytes, then at most `merges` merged ones."""
+    """pieces: Counter of bytes. Returns the list of tokens in order of rank: the 256 bytes, then at most `merges`
+    merged ones."""
     tokens = [bytes([b]) for b in range(256)]
     split = {piece: [bytes([b]) for b in piece] for piece in pieces}
     for _ in range(merges):
         pairs = Counter()
         for piece, parts in split.items():
-            for pair in zip(parts, parts[1:]):
+            for pair in pairwise(parts):
                 pairs[pair] += pieces[piece]
         if not pairs:
             break
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))  # ties: the later in byte order, so that it is reproducible
+        best = max(
+            pairs, key=lambda pair: (pairs[pair], pair)
+        )  # ties: the later in byte order, so that it is reproducible
         merged = best[0] + best[1]
         tokens.append(merged)
         for parts in split.values():

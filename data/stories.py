@@ -55,7 +55,8 @@ class Problem:
 
 
 def apply(event, total):
-    """What `event` makes of `total` things. Halving rounds down (only a slip can get there: stories halve even piles)."""
+    """What `event` makes of `total` things. Halving rounds down (only a slip can get there: stories halve even
+    piles)."""
     if event == DOUBLE:
         return 2 * total
     if event == HALVE:
@@ -111,7 +112,8 @@ def worked_answer(problem, marker="####", totals=None):
 
 
 def slipped_answer(problem, rng, marker="####"):
-    """A worked answer with one step miscounted by one or two and the mistake carried to the end, so that it is wrong."""
+    """A worked answer with one step miscounted by one or two and the mistake carried to the end, so that it is
+    wrong."""
     while True:
         where, off = rng.randrange(EVENTS), rng.choice([-2, -1, 1, 2])
         totals, total = [], problem.start
@@ -132,13 +134,15 @@ def _answer(problem, rng, marker):
 
 
 def base_document(rng):
-    """One document of the pretraining corpus: (prompt, response). Its author had one habit out of three, and one marker out of two."""
+    """One document of the pretraining corpus: (prompt, response). Its author had one habit out of three, and one
+    marker out of two."""
     problem = make_problem(rng)
     return problem.prompt, _answer(problem, rng, rng.choice(["####", "Answer:"]))
 
 
 def sft_example(rng):
-    """One demonstration for supervised fine-tuning: (prompt, response). The habits of the corpus, always with the marker "####"."""
+    """One demonstration for supervised fine-tuning: (prompt, response). The habits of the corpus, always with the
+    marker "####"."""
     problem = make_problem(rng)
     return problem.prompt, _answer(problem, rng, "####")
 
@@ -158,22 +162,24 @@ def habit(response):
 
 
 def gold_score(problem, response):
-    """What a careful reader thinks of a response, known exactly here: 2 for the right answer, up to 1 for clear working
-    (the share of running totals that follow from the step before), 0.5 for the proper ending, -0.1 per 10 characters beyond
-    the worked answer's length (rambling)."""
+    """What a careful reader thinks of a response, known exactly here: 2 for the right answer, up to 1 for clear
+    working (the share of running totals that follow from the step before), 0.5 for the proper ending, -0.1 per 10
+    characters beyond the worked answer's length (rambling)."""
     steps = [part.split()[0] for part in response.split("->")[1:] if part.split()]
     before, sound = problem.start, 0
     for event, step in zip(problem.events, steps):
         sound += step == str(apply(event, before))
         before = int(step) if step.isdecimal() else before
     extra = max(0, len(response) - len(worked_answer(problem)))
-    score = 2 * accuracy_reward(response, problem.answer) + sound / EVENTS + 0.5 * format_reward(response, marker="####")
+    score = (
+        2 * accuracy_reward(response, problem.answer) + sound / EVENTS + 0.5 * format_reward(response, marker="####")
+    )
     return score - 0.01 * extra
 
 
 def noisy_judge(problem, response_a, response_b, rng, noise=1.0):
-    """Whether a judge who sees `gold_score` through Bradley-Terry noise prefers a: P(a) = sigmoid((gold_a - gold_b) / noise).
-    noise=0 is the gold judge, with ties broken by a coin."""
+    """Whether a judge who sees `gold_score` through Bradley-Terry noise prefers a: P(a) = sigmoid((gold_a - gold_b) /
+    noise). noise=0 is the gold judge, with ties broken by a coin."""
     gap = gold_score(problem, response_a) - gold_score(problem, response_b)
     if noise == 0:
         return rng.random() < 0.5 if gap == 0 else gap > 0

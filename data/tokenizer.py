@@ -1,8 +1,8 @@
 """Tokenizers. Every tokenizer in this project is a `tiktoken.Encoding`, whoever made its merges.
 
-`get_tokenizer("stories")` is the embedded one: byte-level BPE with 512 tokens, made by data/make_tokenizer.py from the embedded
-task's corpus and stored in data/stories.tiktoken. Any other name ("gpt2", "r50k_base", "cl100k_base" ...) is one of tiktoken's
-own, which it downloads once.
+`get_tokenizer("stories")` is the embedded one: byte-level BPE with 512 tokens, made by data/make_tokenizer.py from
+the embedded task's corpus and stored in data/stories.tiktoken. Any other name ("gpt2", "r50k_base", "cl100k_base"
+...) is one of tiktoken's own, which it downloads once.
 """
 
 import base64
@@ -30,15 +30,22 @@ PATTERN = "|".join(
 
 
 def get_tokenizer(name="stories"):
-    """The `tiktoken.Encoding` called `name`. Its `eot_token` ends every document and every response. Raises ValueError for a
-    name that nobody knows."""
+    """The `tiktoken.Encoding` called `name`. Its `eot_token` ends every document and every response. Raises
+    ValueError for a name that nobody knows."""
     if name == "stories":
         lines = MERGES.read_text().splitlines()
         ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
-        return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
+        return tiktoken.Encoding(
+            name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
+        )
     if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"unknown tokenizer {name!r}: use stories or one of {', '.join(tiktoken.list_encoding_names())}")
-    return tiktoken.get_encoding(name)
+        raise ValueError(
+            f"unknown tokenizer {name!r}: use stories or one of {', '.join(tiktoken.list_encoding_names())}"
+        )
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as problem:  # whatever the download raises
+        raise ValueError(f"tokenizer {name!r} could not be loaded: {str(problem).splitlines()[0]}") from None
 
 
 def fingerprint(tokenizer):

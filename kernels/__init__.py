@@ -1,7 +1,8 @@
 """Log-probabilities, entropy and KL of tokens from logits: the hot loop of every loss here.
 
-Plain PyTorch, in float32 (or float64) whatever the logits' dtype. Everywhere: logits [..., V] are divided by `temperature`, `vocab_size` is the
-true vocabulary when the rows are padded beyond it (what lies behind it never enters a softmax), natural logarithms.
+Plain PyTorch, in float32 (or float64) whatever the logits' dtype. Everywhere: logits [..., V] are divided by
+`temperature`, `vocab_size` is the true vocabulary when the rows are padded beyond it (what lies behind it never
+enters a softmax), natural logarithms.
 """
 
 import torch
@@ -28,14 +29,15 @@ def token_logprobs(logits, targets, temperature=1.0, vocab_size=None, inplace_ba
     """log softmax(logits / temperature)[targets], the log-probability of each target token.
 
     logits [..., V], targets [...] (integers) -> [...]. A target outside 0..V-1 (-100, say) gives 0 and no gradient.
-    Gradient to the logits: (onehot(target) - softmax) / temperature. `inplace_backward` lets a fused kernel write it over the
-    logits; here it has no effect.
+    Gradient to the logits: (onehot(target) - softmax) / temperature. `inplace_backward` lets a fused kernel write it
+    over the logits; here it has no effect.
     """
     return _gather(_log_softmax(logits, temperature, vocab_size), targets)
 
 
 def token_logprobs_and_entropy(logits, targets, temperature=1.0, vocab_size=None, inplace_backward=False):
-    """As `token_logprobs`, and beside it the entropy of each distribution: H = -sum_v p_v log p_v, in nats, with 0 log 0 = 0.
+    """As `token_logprobs`, and beside it the entropy of each distribution: H = -sum_v p_v log p_v, in nats, with 0
+    log 0 = 0.
 
     logits [..., V], targets [...] -> (logp [...], entropy [...]), both differentiable.
     """
@@ -45,14 +47,15 @@ def token_logprobs_and_entropy(logits, targets, temperature=1.0, vocab_size=None
 
 
 def kl_estimate(logp, ref_logp, kind="k3"):
-    """Estimates of KL(policy || reference) from tokens that the policy sampled, with d = logp - ref_logp. Any shape in, the same out.
+    """Estimates of KL(policy || reference) from tokens that the policy sampled, with d = logp - ref_logp. Any shape
+    in, the same out.
 
     k1 = d              unbiased, often negative, noisy
     k2 = d^2 / 2        biased, little noise; as a loss its gradient is the true one of KL(policy || reference)
     k3 = e^-d - 1 + d   unbiased, never negative; as a loss its gradient is that of KL(reference || policy)
 
-    As a loss k1 has zero expected gradient (it never sees the reference): it belongs into the reward. Source: J. Schulman,
-    "Approximating KL divergence", 2020.
+    As a loss k1 has zero expected gradient (it never sees the reference): it belongs into the reward. Source: J.
+    Schulman, "Approximating KL divergence", 2020.
     """
     d = logp - ref_logp
     if kind == "k1":
@@ -65,9 +68,11 @@ def kl_estimate(logp, ref_logp, kind="k3"):
 
 
 def token_kl(logits, ref_logits, temperature=1.0, vocab_size=None):
-    """The exact KL(policy || reference) = sum_v p_v (log p_v - log q_v) of each position. logits, ref_logits [..., V] -> [...].
+    """The exact KL(policy || reference) = sum_v p_v (log p_v - log q_v) of each position. logits, ref_logits [..., V]
+    -> [...].
 
-    p_v = 0 contributes 0; p_v > 0 where q_v = 0 is infinite. The gradient reaches the policy's logits: p_v (log p_v/q_v - KL).
+    p_v = 0 contributes 0; p_v > 0 where q_v = 0 is infinite. The gradient reaches the policy's logits: p_v (log
+    p_v/q_v - KL).
     """
     log_p = _log_softmax(logits, temperature, vocab_size)
     log_q = _log_softmax(ref_logits, temperature, vocab_size)

@@ -1,14 +1,16 @@
 """How fast the parts are on a CPU, beside transformers, TRL and the bound: python tests/bench_cpu.py
 
-Everything is timed in one run on the same machine, medians of several rounds; the table's ratios are what counts. The bound is the time of the bare
-matrix multiplies and attention of the same shapes (forward, and for training also backward), with nothing around them. Model: vocabulary 512, 4 layers,
-4 heads, width 128, context 128, float32, two threads, random weights; the same weights in every peer. "Random lengths": the weights are set so that
-a response ends with the same chance at every token, 16 tokens on average of at most 32.
+Everything is timed in one run on the same machine, medians of several rounds; the table's ratios are what counts. The
+bound is the time of the bare matrix multiplies and attention of the same shapes (forward, and for training also
+backward), with nothing around them. Model: vocabulary 512, 4 layers, 4 heads, width 128, context 128, float32, two
+threads, random weights; the same weights in every peer. "Random lengths": the weights are set so that a response ends
+with the same chance at every token, 16 tokens on average of at most 32.
 """
 
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import statistics
 import sys
@@ -21,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common
 import grpo
 from gpt import GPT, GPTConfig
 from kernels import token_logprobs, token_logprobs_and_entropy
@@ -41,7 +42,8 @@ def median(f, rounds):
 
 
 def make_model(mean_length=None):
-    """Random weights. With `mean_length`, the final norm's bias points along EOS' embedding, so far that responses have this mean length."""
+    """Random weights. With `mean_length`, the final norm's bias points along EOS' embedding, so far that responses
+    have this mean length."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(V, CONTEXT, L, H, C))
     prompts = torch.randint(1, V, (ROWS, PROMPT)).tolist()
@@ -68,7 +70,9 @@ def hf_gpt2(model):
     with torch.no_grad():
         for name, value in hf.state_dict().items():
             ours = weights[name.removeprefix("transformer.")]
-            value.copy_(ours.T if name.endswith("weight") and any(x in name for x in ("c_attn", "c_proj", "c_fc")) else ours)
+            value.copy_(
+                ours.T if name.endswith("weight") and any(x in name for x in ("c_attn", "c_proj", "c_fc")) else ours
+            )
     return hf
 
 
@@ -83,7 +87,10 @@ def decode_bound(rounds):
             F.linear(i, w)
         F.scaled_dot_product_attention(q, *kv, is_causal=q.shape[2] > 1)
 
-    xs = {n: (torch.randn(ROWS * n, C), torch.randn(ROWS * n, 4 * C), torch.randn(ROWS, H, n, C // H)) for n in (PROMPT, 1)}
+    xs = {
+        n: (torch.randn(ROWS * n, C), torch.randn(ROWS * n, 4 * C), torch.randn(ROWS, H, n, C // H))
+        for n in (PROMPT, 1)
+    }
 
     @torch.no_grad()
     def run():
@@ -133,16 +140,29 @@ def bench_decoding(rounds):
             got = []
 
             def theirs(hf=hf, ids=ids, eos=eos, got=got):
-                out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=True, top_k=0, eos_token_id=eos, pad_token_id=EOS)
+                out = hf.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=NEW,
+                    do_sample=True,
+                    top_k=0,
+                    eos_token_id=eos,
+                    pad_token_id=EOS,
+                )
                 new = out[:, PROMPT:]
-                got.append(new.numel() if eos is None else int(((new == EOS).cumsum(1) - (new == EOS).int() == 0).sum()))
+                got.append(
+                    new.numel() if eos is None else int(((new == EOS).cumsum(1) - (new == EOS).int() == 0).sum())
+                )
 
             speed["transformers generate"] = statistics.median(got) / t if (t := median(theirs, rounds)) else 0
         except ImportError:
             speed["transformers generate"] = None
         if mean is None:
             speed["bound"] = ROWS * NEW / decode_bound(rounds)
-        rows += [(f"(a) decoding, {name}", who, s, "tokens/s", speed["this project"] / s if s else None) for who, s in speed.items()]
+        rows += [
+            (f"(a) decoding, {name}", who, s, "tokens/s", speed["this project"] / s if s else None)
+            for who, s in speed.items()
+        ]
     return rows
 
 
@@ -155,7 +175,7 @@ def our_grpo_step(model, prompts, eos, beta):
 
     def step():
         rollout = model.generate(prompts, NEW, eos=eos)
-        micro = common.by_length(rollout.attention_mask.sum(1).tolist(), 64)
+        micro = rollout.attention_mask.sum(1).argsort(stable=True).split(64)
         ref_logp = grpo.rollout_logprobs(reference, rollout, micro, 1.0) if beta else None
         advantages = grpo.group_advantages(torch.rand(ROWS // GROUP, GROUP)).view(-1)
         total = int(rollout.mask.sum())
@@ -187,7 +207,7 @@ def trl_grpo_step(model, prompts, beta, steps, folder):
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(V)}, unk_token="w1"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}", pad_token=f"w{EOS}")
-    texts = [" ".join(f"w{i}" for i in prompt) for prompt in prompts[:: GROUP]]
+    texts = [" ".join(f"w{i}" for i in prompt) for prompt in prompts[::GROUP]]
     times = []
 
     class Clock(TrainerCallback):
@@ -206,7 +226,7 @@ def trl_grpo_step(model, prompts, beta, steps, folder):
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    return statistics.median(b - a for a, b in zip(times[1:], times[2:]))
+    return statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
 
 
 def bench_grpo(rounds):
@@ -215,7 +235,9 @@ def bench_grpo(rounds):
         for beta in (0.0, 0.04):
             model, prompts = make_model(mean)
             if mean is None:  # EOS practically never: its logit is pushed far down
-                model.ln_f.bias.data = -20 * model.wte.weight[EOS].detach() / model.wte.weight[EOS].detach().square().sum()
+                model.ln_f.bias.data = (
+                    -20 * model.wte.weight[EOS].detach() / model.wte.weight[EOS].detach().square().sum()
+                )
             prompts = [p for p in prompts[: ROWS // GROUP] for _ in range(GROUP)]
             seconds = {}
             with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +246,10 @@ def bench_grpo(rounds):
             if mean is None and not beta:
                 seconds["bound"] = decode_bound(rounds) + train_bound(ROWS, PROMPT + NEW, rounds, NEW)
             ours = seconds["this project"]
-            rows += [(f"(b) GRPO step, {name}, beta {beta}", who, s, "s", s / ours if s else None) for who, s in sorted(seconds.items(), reverse=True)]
+            rows += [
+                (f"(b) GRPO step, {name}, beta {beta}", who, s, "s", s / ours if s else None)
+                for who, s in sorted(seconds.items(), reverse=True)
+            ]
     return rows
 
 
@@ -247,15 +272,22 @@ def bench_training(rounds):
         def theirs(size):
             for part in ids.split(size):
                 logits = hf(part[:, :-1]).logits
-                (F.cross_entropy(logits.reshape(-1, V), part[:, 1:].reshape(-1), reduction="sum") / (ROWS * WIDTH)).backward()
+                (
+                    F.cross_entropy(logits.reshape(-1, V), part[:, 1:].reshape(-1), reduction="sum") / (ROWS * WIDTH)
+                ).backward()
             hf_optimizer.step()
             hf_optimizer.zero_grad()
 
-        speed["transformers GPT-2"] = ROWS * WIDTH / min(median(lambda: theirs(ROWS), rounds), median(lambda: theirs(32), rounds))
+        speed["transformers GPT-2"] = (
+            ROWS * WIDTH / min(median(lambda: theirs(ROWS), rounds), median(lambda: theirs(32), rounds))
+        )
     except ImportError:
         speed["transformers GPT-2"] = None
     speed["bound"] = ROWS * WIDTH / min(train_bound(ROWS, WIDTH, rounds), train_bound(32, WIDTH, rounds) * ROWS / 32)
-    return [("(c) training, 256 x 48", who, s, "tokens/s", speed["this project"] / s if s else None) for who, s in speed.items()]
+    return [
+        ("(c) training, 256 x 48", who, s, "tokens/s", speed["this project"] / s if s else None)
+        for who, s in speed.items()
+    ]
 
 
 def main():
@@ -265,12 +297,21 @@ def main():
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(2)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f} before", flush=True)
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f} before",
+        flush=True,
+    )
     print(f"{'':44}{'':24}{'':>17}{'this project is':>18}")
     for part, bench in (("a", bench_decoding), ("c", bench_training), ("b", bench_grpo)):
         if args.only in (None, part):
             for what, who, value, unit, ratio in bench(args.rounds):
-                shown = "not installed" if value is None else f"{value:,.0f} {unit}" if value > 100 else f"{value:.3f} {unit}"
+                shown = (
+                    "not installed"
+                    if value is None
+                    else f"{value:,.0f} {unit}"
+                    if value > 100
+                    else f"{value:.3f} {unit}"
+                )
                 times = "" if ratio is None or who == "this project" else f"{ratio:.2f} x as fast"
                 print(f"{what:44}{who:24}{shown:>17}{times:>18}", flush=True)
     print(f"load {os.getloadavg()[0]:.2f} after")

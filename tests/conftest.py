@@ -29,7 +29,14 @@ def close(actual, expected, atol=1e-6):
 
 def run_script(script, *flags, cwd, check=True, **kwargs):
     """python <script> flags, in the folder cwd; returns the finished process with its output as text."""
-    done = subprocess.run([sys.executable, ROOT / script, *map(str, flags)], cwd=cwd, capture_output=True, text=True, timeout=300, **kwargs)
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *map(str, flags)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **kwargs,
+    )
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done

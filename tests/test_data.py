@@ -52,7 +52,12 @@ def test_named_encodings_and_unknown_names():
     with pytest.raises(ValueError, match="unknown tokenizer 'nonsense'"):
         get_tokenizer("nonsense")
     assert fingerprint(TOKENIZER) == fingerprint(get_tokenizer("stories"))
-    other = tiktoken.Encoding("stories", pat_str=".", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={"<|endoftext|>": 256})
+    other = tiktoken.Encoding(
+        "stories",
+        pat_str=".",
+        mergeable_ranks={bytes([b]): b for b in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )
     assert fingerprint(other) != fingerprint(TOKENIZER)
 
 
@@ -91,7 +96,9 @@ def test_held_out_stories_are_never_trained_on():
     assert len(keys) == 1000 and all(stories.is_held_out(*key) for key in keys)
     rng = random.Random(3)
     drawn = [stories.make_problem(rng) for _ in range(20_000)]
-    assert not keys & {(p.start, p.events) for p in drawn} and not any(stories.is_held_out(p.start, p.events) for p in drawn)
+    assert not keys & {(p.start, p.events) for p in drawn} and not any(
+        stories.is_held_out(p.start, p.events) for p in drawn
+    )
     prompts = {p.prompt for p in held_out}
     for example in (stories.base_document, stories.sft_example):
         assert not prompts & {example(rng)[0] for _ in range(5000)}
@@ -128,7 +135,12 @@ def test_extract_answer(text, answer):
 
 
 def test_accuracy_compares_numbers_as_numbers():
-    assert accuracy_reward("#### 4.0", "4") == accuracy_reward("it is 1,000", "1000") == accuracy_reward("1000", "1,000") == 1.0
+    assert (
+        accuracy_reward("#### 4.0", "4")
+        == accuracy_reward("it is 1,000", "1000")
+        == accuracy_reward("1000", "1,000")
+        == 1.0
+    )
     assert accuracy_reward("#### 4", "5") == accuracy_reward("no number", "5") == accuracy_reward("#### 15", "5") == 0.0
     assert accuracy_reward(r"\boxed{x+1}", "x+1") == 1.0
 

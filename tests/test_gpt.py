@@ -72,21 +72,28 @@ def test_left_padding_changes_nothing(tiny_model):
 @pytest.mark.parametrize("temperature, top_k, eos", list(itertools.product([0.0, 0.7, 1.0, 1.5], [None, 5], [None, 3])))
 def test_generated_logprobs_equal_a_fresh_pass(tiny_model, temperature, top_k, eos):
     rollout = tiny_model.generate(PROMPTS * 8, 12, temperature, top_k, eos, torch.Generator().manual_seed(1))
-    fresh = (tiny_model(rollout.ids, rollout.positions, rollout.attention_mask)[:, rollout.prompt_len - 1 : -1] / (temperature or 1)).log_softmax(-1)
+    fresh = (
+        tiny_model(rollout.ids, rollout.positions, rollout.attention_mask)[:, rollout.prompt_len - 1 : -1]
+        / (temperature or 1)
+    ).log_softmax(-1)
     fresh = fresh.gather(-1, rollout.ids[:, rollout.prompt_len :, None])[..., 0] * rollout.mask
     torch.testing.assert_close(rollout.logp, fresh, rtol=0, atol=1e-5)
     # and one by one, without padding
     for i, prompt in enumerate(PROMPTS):
         n = int(rollout.mask[i].sum())
         row = rollout.ids[i, rollout.prompt_len :][:n]
-        logp = (tiny_model(torch.tensor([prompt + row.tolist()]))[0, len(prompt) - 1 : -1] / (temperature or 1)).log_softmax(-1)
+        logp = (
+            tiny_model(torch.tensor([prompt + row.tolist()]))[0, len(prompt) - 1 : -1] / (temperature or 1)
+        ).log_softmax(-1)
         torch.testing.assert_close(rollout.logp[i, :n], logp.gather(-1, row[:, None])[:, 0], rtol=0, atol=1e-5)
 
 
 def test_mask_ends_with_the_first_eos(tiny_model):
     rollout = tiny_model.generate(PROMPTS * 40, 15, eos=3, generator=torch.Generator().manual_seed(0))
     lengths = set()
-    for prompt, ids, mask, attention, positions in zip(PROMPTS * 40, rollout.ids, rollout.mask, rollout.attention_mask, rollout.positions):
+    for prompt, ids, mask, attention, positions in zip(
+        PROMPTS * 40, rollout.ids, rollout.mask, rollout.attention_mask, rollout.positions
+    ):
         response, n = ids[rollout.prompt_len :].tolist(), int(mask.sum())
         lengths.add(n)
         assert mask.tolist() == [1] * n + [0] * (len(mask) - n)
@@ -113,7 +120,9 @@ def test_sampling_follows_the_distribution(tiny_model):
     """Frequencies of the first token against its probabilities, chi-squared at 5 sigma."""
     for temperature, top_k in ((1.0, None), (0.6, None), (1.0, 4)):
         n = 20_000
-        rollout = tiny_model.generate([[5, 6, 7]] * n, 1, temperature, top_k, generator=torch.Generator().manual_seed(0))
+        rollout = tiny_model.generate(
+            [[5, 6, 7]] * n, 1, temperature, top_k, generator=torch.Generator().manual_seed(0)
+        )
         logits = tiny_model(torch.tensor([[5, 6, 7]]))[0, -1].detach() / temperature
         if top_k:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
@@ -126,7 +135,9 @@ def test_sampling_follows_the_distribution(tiny_model):
 
 
 def test_same_seed_same_text(tiny_model):
-    a, b, c = (tiny_model.generate(PROMPTS, 10, eos=3, generator=torch.Generator().manual_seed(s)).ids for s in (1, 1, 2))
+    a, b, c = (
+        tiny_model.generate(PROMPTS, 10, eos=3, generator=torch.Generator().manual_seed(s)).ids for s in (1, 1, 2)
+    )
     assert torch.equal(a, b) and not (a.shape == c.shape and torch.equal(a, c))
 
 
@@ -168,7 +179,10 @@ def test_cat_and_select():
     both = Rollout.cat([a, b])
     assert both.prompt_len == 4 and both.mask.shape == (3, 9)
     for i, (source, row) in enumerate(((a, 0), (a, 1), (b, 0))):
-        assert both.ids[i][both.attention_mask[i].bool()].tolist() == source.ids[row][source.attention_mask[row].bool()].tolist()
+        assert (
+            both.ids[i][both.attention_mask[i].bool()].tolist()
+            == source.ids[row][source.attention_mask[row].bool()].tolist()
+        )
         assert both.logp[i][both.mask[i].bool()].tolist() == source.logp[row][source.mask[row].bool()].tolist()
     assert torch.equal(both.select([2, 0]).ids, both.ids[[2, 0]])
 
@@ -190,7 +204,13 @@ def test_gradients_reach_everything_and_ignore_right_padding(tiny_model):
 
 
 def test_bad_calls(tiny_model):
-    for prompts, n, options in (([], 3, {}), ([[]], 3, {}), ([[1]], 0, {}), ([[1] * 38], 3, {}), ([[1]], 3, dict(temperature=-1.0))):
+    for prompts, n, options in (
+        ([], 3, {}),
+        ([[]], 3, {}),
+        ([[1]], 0, {}),
+        ([[1] * 38], 3, {}),
+        ([[1]], 3, dict(temperature=-1.0)),
+    ):
         with pytest.raises(ValueError):
             tiny_model.generate(prompts, n, **options)
     with pytest.raises(ValueError, match="context of 40"):

@@ -1,4 +1,5 @@
-"""The losses against finite differences and closed forms, the gradient of a step under any split, and learning itself."""
+"""The losses against finite differences and closed forms, the gradient of a step under any split, and learning
+itself."""
 
 import dataclasses
 import itertools
@@ -31,7 +32,10 @@ def random_batch(seed, B=5, T=6):
 OPTIONS = [
     dict(aggregate=aggregate, ratio=ratio, surrogate=surrogate, kl=kl, beta=beta)
     for aggregate, ratio, surrogate, (kl, beta) in itertools.product(
-        ("sequence", "token", "constant"), ("token", "sequence"), ("clip", "cispo"), (("k1", 0.1), ("k2", 0.1), ("k3", 0.1), ("k3", 0.0))
+        ("sequence", "token", "constant"),
+        ("token", "sequence"),
+        ("clip", "cispo"),
+        (("k1", 0.1), ("k2", 0.1), ("k3", 0.1), ("k3", 0.0)),
     )
 ]
 
@@ -62,7 +66,9 @@ def test_gradient_equals_finite_differences(options):
     for i, t in itertools.product(range(len(logp)), range(logp.shape[1])):
         e = torch.zeros_like(logp)
         e[i, t] = h
-        assert ((smooth(logp + e) - smooth(logp - e)) / (2 * h)).item() == pytest.approx(gradient[i, t].item(), abs=1e-7)
+        assert ((smooth(logp + e) - smooth(logp - e)) / (2 * h)).item() == pytest.approx(
+            gradient[i, t].item(), abs=1e-7
+        )
 
 
 @pytest.mark.parametrize("options", OPTIONS[::3], ids=lambda o: "-".join(map(str, o.values())))
@@ -80,10 +86,14 @@ def test_what_stands_in_masked_slots_does_not_matter(options):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(["sequence", "token", "constant"]), st.sampled_from(["token", "sequence"]))
+@given(
+    st.integers(0, 10**6), st.sampled_from(["sequence", "token", "constant"]), st.sampled_from(["token", "sequence"])
+)
 def test_any_split_of_a_step_gives_the_same_loss(seed, aggregate, ratio):
     logp, old, ref, A, mask = random_batch(seed, B=7)
-    whole, _ = grpo.policy_loss(logp, old, A, mask, aggregate=aggregate, max_tokens=6, ratio=ratio, ref_logp=ref, beta=0.1)
+    whole, _ = grpo.policy_loss(
+        logp, old, A, mask, aggregate=aggregate, max_tokens=6, ratio=ratio, ref_logp=ref, beta=0.1
+    )
     denominator = {"sequence": 7, "token": mask.sum(), "constant": 7 * 6}[aggregate]
     order, parts = random.Random(seed).sample(range(7), 7), 0.0
     while order:
@@ -97,7 +107,8 @@ def test_any_split_of_a_step_gives_the_same_loss(seed, aggregate, ratio):
 
 
 def test_clipping_stops_only_what_would_go_further():
-    """With A > 0 only a ratio above 1 + clip_high has no gradient, with A < 0 only one below 1 - clip_low; CISPO keeps all."""
+    """With A > 0 only a ratio above 1 + clip_high has no gradient, with A < 0 only one below 1 - clip_low; CISPO
+    keeps all."""
     old = torch.zeros(1, 3, dtype=torch.float64)
     for A, expected in ((1.0, [True, True, False]), (-1.0, [False, True, True])):
         logp = torch.tensor([[0.5, 1.0, 1.5]], dtype=torch.float64).log().requires_grad_()
@@ -114,18 +125,25 @@ def test_clipping_stops_only_what_would_go_further():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0]), min_size=4, max_size=4), min_size=2, max_size=5), st.floats(-100, 100))
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0]), min_size=4, max_size=4), min_size=2, max_size=5),
+    st.floats(-100, 100),
+)
 def test_advantages_properties(rewards, shift):
     r = torch.tensor(rewards, dtype=torch.float64)
     for baseline, scale in itertools.product(("mean", "leave_one_out"), ("std", "none", "batch")):
         A = grpo.group_advantages(r, baseline, scale)
         assert A.isfinite().all() and A.sum(1).abs().max() < 1e-9
         torch.testing.assert_close(grpo.group_advantages(r + shift, baseline, scale), A, rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(grpo.group_advantages(r[:, [2, 0, 3, 1]], baseline, scale), A[:, [2, 0, 3, 1]], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            grpo.group_advantages(r[:, [2, 0, 3, 1]], baseline, scale), A[:, [2, 0, 3, 1]], rtol=1e-6, atol=1e-9
+        )
         equal = r.amax(1) == r.amin(1)
         assert A[equal].eq(0).all() and A[~equal].ne(0).any(1).all()
         if scale != "batch":
-            torch.testing.assert_close(grpo.group_advantages(r[1:], baseline, scale), A[1:])  # groups do not see each other
+            torch.testing.assert_close(
+                grpo.group_advantages(r[1:], baseline, scale), A[1:]
+            )  # groups do not see each other
 
 
 def test_bad_calls():
@@ -135,7 +153,13 @@ def test_bad_calls():
             grpo.group_advantages(r, **options)
     assert grpo.group_advantages(r, scale="none").eq(0).all()
     x = torch.zeros(1, 1)
-    for options in (dict(aggregate="mean"), dict(ratio="row"), dict(surrogate="ppo"), dict(aggregate="constant"), dict(beta=1.0, ref_logp=x, kl="k4")):
+    for options in (
+        dict(aggregate="mean"),
+        dict(ratio="row"),
+        dict(surrogate="ppo"),
+        dict(aggregate="constant"),
+        dict(beta=1.0, ref_logp=x, kl="k4"),
+    ):
         with pytest.raises(ValueError):
             grpo.policy_loss(x, x, torch.zeros(1), torch.ones(1, 1), **options)
 
@@ -150,7 +174,9 @@ def step_gradient(model, rollout, advantages, micro_batches, aggregate):
     for rows in micro_batches:
         logits, targets = grpo.response_logits(model, rollout, rows)
         logp = grpo.to_slots(grpo.token_logprobs(logits, targets), rollout.mask[rows])
-        loss, _ = grpo.policy_loss(logp, logp.detach(), advantages[rows], rollout.mask[rows], aggregate=aggregate, denominator=denominator)
+        loss, _ = grpo.policy_loss(
+            logp, logp.detach(), advantages[rows], rollout.mask[rows], aggregate=aggregate, denominator=denominator
+        )
         loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -188,7 +214,9 @@ def test_rollout_logprobs_agree_with_the_sampler(tiny_model):
 
 # ---- learning, on a world small enough to learn from nothing: the prompt is two digits, the answer their larger one, then stop
 
-DIGITS = tiktoken.Encoding("digits", pat_str=r".", mergeable_ranks={str(d).encode(): d for d in range(6)}, special_tokens={"<|endoftext|>": 6})
+DIGITS = tiktoken.Encoding(
+    "digits", pat_str=r".", mergeable_ranks={str(d).encode(): d for d in range(6)}, special_tokens={"<|endoftext|>": 6}
+)
 
 
 @dataclasses.dataclass
@@ -213,7 +241,8 @@ class DigitWorld:
 
 
 def babbler(seed):
-    """A model trained for two seconds on digits without sense, that stop after each with a chance of six in a hundred."""
+    """A model trained for two seconds on digits without sense, that stop after each with a chance of six in a
+    hundred."""
     torch.manual_seed(seed)
     rng, model = random.Random(seed), GPT(GPTConfig(7, 8, 1, 2, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -236,7 +265,9 @@ def babbler(seed):
 def no_eos_in_mask(generate):
     def mutant(*args, **kw):
         rollout = generate(*args, **kw)
-        return dataclasses.replace(rollout, mask=rollout.mask * (rollout.ids[:, rollout.prompt_len :] != DIGITS.eot_token))
+        return dataclasses.replace(
+            rollout, mask=rollout.mask * (rollout.ids[:, rollout.prompt_len :] != DIGITS.eot_token)
+        )
 
     return mutant
 
@@ -254,8 +285,9 @@ def shifted_by_one(response_logits):
 def test_learning(tmp_path, monkeypatch, mutant, seed):
     """The real loop raises the held-out accuracy from chance; with a classic mistake in it, it does not.
 
-    Without EOS in the mask a policy can still learn to stop, by being pushed away from everything else, but that is a weak force: under a leash
-    (beta * KL) it stays near the reference, where the real loop reaches the tilted optimum ref * exp(r / beta)."""
+    Without EOS in the mask a policy can still learn to stop, by being pushed away from everything else, but that is a
+    weak force: under a leash (beta * KL) it stays near the reference, where the real loop reaches the tilted optimum
+    ref * exp(r / beta)."""
     model = babbler(seed)
     config = grpo.Config(seed=seed, steps=120, out=str(tmp_path), device="cpu", init=str(tmp_path / "init.pt"), max_new_tokens=4, lr=2e-3, minibatches=1,
                          evaluate=36, pass_k=16, eval_every=1000, log_every=1000, save_every=1000, variant="dr_grpo", beta=0.1, kl="exact")  # fmt: skip

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6), (torch.float16, 2e-6)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6), (torch.float16, 2e-6)]
+)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_against_float64(dtype, tolerance, temperature):
     g = torch.Generator().manual_seed(0)
@@ -17,7 +19,9 @@ def test_against_float64(dtype, tolerance, temperature):
     exact = (logits.double() / temperature).log_softmax(-1)
     logp, entropy = token_logprobs_and_entropy(logits, targets, temperature)
     assert logp.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(logp.double(), exact.gather(-1, targets[..., None])[..., 0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        logp.double(), exact.gather(-1, targets[..., None])[..., 0], rtol=tolerance, atol=tolerance
+    )
     torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), rtol=tolerance, atol=tolerance)
     assert torch.equal(token_logprobs(logits, targets, temperature), logp)
 
@@ -27,8 +31,13 @@ def test_gradients_in_closed_form():
     targets, T = torch.randint(0, 11, (6,)), 0.7
     logp, entropy = token_logprobs_and_entropy(logits, targets, T)
     p = (logits / T).softmax(-1).detach()
-    torch.testing.assert_close(torch.autograd.grad(logp.sum(), logits, retain_graph=True)[0], (torch.nn.functional.one_hot(targets, 11) - p) / T)
-    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), logits)[0], -p * (p.log() + entropy.detach()[:, None]) / T)
+    torch.testing.assert_close(
+        torch.autograd.grad(logp.sum(), logits, retain_graph=True)[0],
+        (torch.nn.functional.one_hot(targets, 11) - p) / T,
+    )
+    torch.testing.assert_close(
+        torch.autograd.grad(entropy.sum(), logits)[0], -p * (p.log() + entropy.detach()[:, None]) / T
+    )
     ref = torch.randn(6, 11, dtype=torch.float64)
     kl = token_kl(logits, ref, T)
     q = (ref / T).softmax(-1)
@@ -51,7 +60,9 @@ def test_infinite_logits():
     logp, entropy = token_logprobs_and_entropy(torch.tensor([[0.0, 0.0, -inf]], requires_grad=True), torch.tensor([0]))
     assert -logp.item() == entropy.item() == pytest.approx(0.693147, abs=1e-6)
     assert token_logprobs(torch.tensor([[1e8, 1e8]]), torch.tensor([0])).item() == pytest.approx(-0.693147, abs=1e-6)
-    assert token_kl(torch.tensor([[0.0, 0.0, -inf]]), torch.tensor([[0.0, 0.0, 0.0]])).item() == pytest.approx(0.405465, abs=1e-6)
+    assert token_kl(torch.tensor([[0.0, 0.0, -inf]]), torch.tensor([[0.0, 0.0, 0.0]])).item() == pytest.approx(
+        0.405465, abs=1e-6
+    )
     assert token_kl(torch.tensor([[0.0, 0.0, -inf]]), torch.tensor([[0.0, 0.0, -inf]])).item() == 0
     assert token_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -inf]])).item() == inf
 

@@ -20,8 +20,14 @@ def test_mask_covers_first_response_token_and_eos_and_never_the_prompt():
 @pytest.mark.parametrize("split", [[1] * 8, [3, 5], [2, 2, 4]])
 def test_any_split_gives_the_same_gradient(tiny_model, split):
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, 61, (int(n),), generator=generator).tolist() for n in torch.randint(1, 9, (8,), generator=generator)]
-    responses = [torch.randint(1, 61, (int(n),), generator=generator).tolist() for n in torch.randint(1, 15, (8,), generator=generator)]
+    prompts = [
+        torch.randint(1, 61, (int(n),), generator=generator).tolist()
+        for n in torch.randint(1, 9, (8,), generator=generator)
+    ]
+    responses = [
+        torch.randint(1, 61, (int(n),), generator=generator).tolist()
+        for n in torch.randint(1, 15, (8,), generator=generator)
+    ]
 
     def gradient(parts):
         tiny_model.zero_grad()
@@ -44,7 +50,9 @@ def test_any_split_gives_the_same_gradient(tiny_model, split):
         total -= sum(logp[len(prompt) + t - 1, token] for t, token in enumerate(response))
     tiny_model.zero_grad()
     (total / sum(map(len, responses))).backward()
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in tiny_model.parameters()]), whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([p.grad.flatten() for p in tiny_model.parameters()]), whole, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_token_mean_is_not_the_mean_of_row_means():
@@ -54,8 +62,23 @@ def test_token_mean_is_not_the_mean_of_row_means():
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_short_runs_learn(tmp_path, seed):
-    """A few steps of pretraining and of SFT lower their losses; SFT teaches the marker, which half of the corpus does not use."""
-    gpt.main(gpt.Config(seed=seed, steps=80, out=str(tmp_path), device="cpu", warmup=10, lr=1e-2, n_embd=32, n_layer=1, n_head=2, log_every=20, evaluate=8))
+    """A few steps of pretraining and of SFT lower their losses; SFT teaches the marker, which half of the corpus does
+    not use."""
+    gpt.main(
+        gpt.Config(
+            seed=seed,
+            steps=80,
+            out=str(tmp_path),
+            device="cpu",
+            warmup=10,
+            lr=1e-2,
+            n_embd=32,
+            n_layer=1,
+            n_head=2,
+            log_every=20,
+            evaluate=8,
+        )
+    )
     base = common.load_checkpoint(tmp_path / "base.pt")
     sft.main(sft.Config(seed=seed, steps=40, out=str(tmp_path), device="cpu", lr=3e-3, evaluate=64))
     tuned = common.load_checkpoint(tmp_path / "sft.pt")
@@ -66,7 +89,12 @@ def test_short_runs_learn(tmp_path, seed):
         losses[name] = [line["loss"] for line in run.metrics() if "loss" in line]
     assert losses["base"][-1] < 3.0 < losses["base"][0] and losses["sft"][-1] < losses["sft"][0]
     tokenizer = gpt.get_tokenizer()
-    prompt, (first,) = tokenizer.encode_ordinary("The fox has 7 nuts. It naps. It naps. It naps. It naps. It naps. It naps. How many?"), tokenizer.encode_ordinary(" Answer:")
+    prompt, (first,) = (
+        tokenizer.encode_ordinary(
+            "The fox has 7 nuts. It naps. It naps. It naps. It naps. It naps. It naps. How many?"
+        ),
+        tokenizer.encode_ordinary(" Answer:"),
+    )
     chance = []
     for checkpoint in (base, tuned):
         model = gpt.GPT(gpt.GPTConfig(**checkpoint["model_config"]))

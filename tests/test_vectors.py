@@ -1,4 +1,5 @@
-"""Every public numeric case that belongs to gpt.py, sft.py, grpo.py, kernels/ and data/, in float64 to 1e-6; and the bugs that others shipped."""
+"""Every public numeric case that belongs to gpt.py, sft.py, grpo.py, kernels/ and data/, in float64 to 1e-6; and the
+bugs that others shipped."""
 
 import itertools
 import math
@@ -141,7 +142,9 @@ def test_ragged_loss(name):
     for i, t in itertools.product(range(2), range(mask.shape[1])):
         one = torch.zeros_like(mask)
         one[i, t] = mask[i, t]
-        value, stats = grpo.policy_loss(logp, old, tensor(x["advantages"]), one, x["eps_low"], x["eps_high"], ref_logp=ref, beta=x["beta"])
+        value, stats = grpo.policy_loss(
+            logp, old, tensor(x["advantages"]), one, x["eps_low"], x["eps_high"], ref_logp=ref, beta=x["beta"]
+        )
         close(value, per_token[i, t].item())
         close(stats["kl"], kl[i, t].item() * mask[i, t].item())
 
@@ -150,8 +153,14 @@ def test_loss_value_on_policy_is_not_a_progress_meter():
     x, y = case("grpo/on_policy_loss_value")
     mask = (torch.arange(3) < torch.tensor(x["lengths"])[:, None]).double()
     logp = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    for aggregate, key in (("sequence", "grpo_seq_mean"), ("token", "dapo_token_mean"), ("constant", "dr_grpo_const_L3")):
-        loss, _ = grpo.policy_loss(logp, logp.detach(), tensor(x["advantages"]), mask, aggregate=aggregate, max_tokens=3)
+    for aggregate, key in (
+        ("sequence", "grpo_seq_mean"),
+        ("token", "dapo_token_mean"),
+        ("constant", "dr_grpo_const_L3"),
+    ):
+        loss, _ = grpo.policy_loss(
+            logp, logp.detach(), tensor(x["advantages"]), mask, aggregate=aggregate, max_tokens=3
+        )
         close(loss, y[key])
         assert torch.autograd.grad(loss, logp)[0].abs().sum() > 0.3
 
@@ -230,7 +239,8 @@ def test_rewards_that_cannot_be_scored():
 
 
 def test_baselines_by_enumeration():
-    """The policy gradient's expectation over all 3^G groups: leave-one-out is exact, the group mean is (1 - 1/G) of it."""
+    """The policy gradient's expectation over all 3^G groups: leave-one-out is exact, the group mean is (1 - 1/G) of
+    it."""
     x, y = case("grpo/baseline_bias_enumeration")
     logits = tensor(x["logits"]).requires_grad_()
     for key, options in {
@@ -249,7 +259,8 @@ def test_baselines_by_enumeration():
 
 @pytest.mark.parametrize("name", ["grpo/length_bias_closed_form/q0.5", "grpo/length_bias_closed_form/q0.2"])
 def test_length_bias(name):
-    """A shared stop logit, advantages that do not depend on length: the mean per response pushes on it, the other normalisers do not."""
+    """A shared stop logit, advantages that do not depend on length: the mean per response pushes on it, the other
+    normalisers do not."""
     x, y = case(name)
     s = torch.logit(tensor(x["stop_prob"])).requires_grad_()
     longest = 200  # the geometric distribution, cut where nothing is left of it
@@ -260,7 +271,9 @@ def test_length_bias(name):
             logp = torch.stack([go] * (n - 1) + [stop])[None]
             weight = logp.detach().sum().exp()
             for aggregate in gradient:
-                loss, _ = grpo.policy_loss(logp, logp.detach(), tensor([A]), torch.ones(1, n), aggregate=aggregate, max_tokens=1)
+                loss, _ = grpo.policy_loss(
+                    logp, logp.detach(), tensor([A]), torch.ones(1, n), aggregate=aggregate, max_tokens=1
+                )
                 gradient[aggregate] -= weight * torch.autograd.grad(loss, s, retain_graph=True)[0]
         close(gradient["sequence"], expected)
         close(gradient["constant"], 0.0)
