@@ -84,9 +84,9 @@ class KVCache:
 
     def __init__(self, config, rows, columns, like):
         head = config.n_embd // config.n_head
-        self.kv = torch.empty(
-            config.n_layer, 2, rows, config.n_head, columns, head, dtype=like.dtype, device=like.device
-        )
+        self.kv = like.new_empty(
+            config.n_layer, 2, rows, config.n_head, columns, head
+        )  # of the weights' dtype and device
         self.length = 0
 
     def extend(self, layer, kv):
@@ -167,9 +167,7 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight  # tied
-        std = (
-            config.n_embd**-0.5
-        )  # GPT-2's 0.02 suits its width; at width 128 it makes the first third of pretraining a plateau
+        std = config.n_embd**-0.5  # GPT-2's 0.02 suits its width of 768; at 128 it makes a long plateau of pretraining
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -228,9 +226,8 @@ class GPT(nn.Module):
         ids, attention = prompts[:, first:, 0], prompts[:, first:, 1]
         padded = not bool(attention.all())
         cache = PromptCache()
-        hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)[:, -1:][
-            which
-        ]  # [b, 1, C]: predicts slot 0
+        hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)  # [U, P, C]
+        hidden = hidden[:, -1:][which]  # [b, 1, C]: the last prompt token predicts slot 0
         if T > 1:
             cache.which = which
             columns = slice(P, P + T - 1)  # the last token predicts nothing
@@ -256,16 +253,17 @@ class GPT(nn.Module):
             raise ValueError(
                 f"needs prompts ({B}), max_new_tokens >= 1 ({max_new_tokens}) and temperature >= 0 ({temperature})"
             )
-        P = max(map(len, prompts))
-        if min(map(len, prompts)) == 0 or P + max_new_tokens > self.config.context:
-            raise ValueError(f"prompts of {min(map(len, prompts))} to {P} tokens and {max_new_tokens} new ones: none may be empty, and "
-                             f"together they must fit the context of {self.config.context}")  # fmt: skip
+        P, shortest = max(map(len, prompts)), min(map(len, prompts))
+        if shortest == 0 or P + max_new_tokens > self.config.context:
+            raise ValueError(
+                f"prompts of {shortest} to {P} tokens and {max_new_tokens} new ones: none may be empty, and together "
+                f"they must fit the context of {self.config.context}"
+            )
         # 1. The prompts, each different one once
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         which = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)  # [B]
         prompt_ids, prompt_mask = (torch.from_numpy(a).to(device) for a in _pad(list(number), P, left=True))  # [U, P]
-        padded = bool(min(map(len, prompts)) < P)
-        shared = len(number) < B
+        padded, shared = shortest < P, len(number) < B
         cache = KVCache(self.config, len(number), P if shared else P + max_new_tokens, self.wte.weight)
         hidden = self.hidden(prompt_ids, attention_mask=prompt_mask if padded else None, cache=cache)[:, -1]  # [U, C]
         logits = self.lm_head(hidden)[which]  # [B, V]
@@ -288,15 +286,12 @@ class GPT(nn.Module):
             if eos is not None and (
                 device.type == "cpu" or t % 16 == 15
             ):  # to ask a GPU who has finished is to wait for it
-                live = (ids[rows, P:] != eos).cumprod(1)[:, t].bool() if device.type != "cpu" else token != eos
+                live = (ids[rows, P : P + t + 1] != eos).all(1)  # [n]
                 n = int(live.sum())
                 if n == 0:
                     break
-                if n < len(rows):
-                    free, movers = (
-                        (~live[:n]).nonzero()[:, 0],
-                        live[n:].nonzero()[:, 0] + n,
-                    )  # as many of the one as of the other
+                if n < len(rows):  # there are as many free slots among the first n as live rows behind them
+                    free, movers = (~live[:n]).nonzero()[:, 0], live[n:].nonzero()[:, 0] + n
                     cache.copy_rows(free, cache, movers)
                     for per_slot in (rows, token, length, live_attention):
                         per_slot[free] = per_slot[movers]
@@ -305,12 +300,13 @@ class GPT(nn.Module):
                 seen = live_attention[:, : P + t + 1] if padded else None
                 logits = self.lm_head(self.hidden(token[:, None], (length + t)[:, None], seen, cache)[:, 0])
         # 3. The mask, from positions: everything up to and including the first EOS
-        T = t + 1
-        response = ids[:, P : P + T]
-        ended = (response == eos).cumsum(1) - (response == eos).int() if eos is not None else torch.zeros_like(response)
-        mask = (ended == 0).long()  # [B, T]
+        response = ids[:, P:]
+        ends = response == (-1 if eos is None else eos)
+        mask = (ends.cumsum(1) - ends.long() == 0).long()  # [B, max_new_tokens]
+        T = int(mask.sum(1).max())
+        mask = mask[:, :T]  # [B, T]
+        ids = torch.cat([ids[:, :P], torch.where(mask > 0, response[:, :T], 0 if eos is None else eos)], 1)
         attention = torch.cat([attention[:, :P], mask], 1)
-        ids = torch.cat([ids[:, :P], response if eos is None else torch.where(mask.bool(), response, eos)], 1)
         return Rollout(ids, (attention.cumsum(1) - 1).clamp(min=0) * attention, attention, mask, logp[:, :T] * mask, P)
 
 
@@ -323,8 +319,9 @@ def _sample(logits, temperature, top_k, generator):
         probs = log_probs.exp()
         if top_k is not None and top_k < probs.shape[-1]:
             probs = probs.masked_fill(log_probs < log_probs.topk(top_k).values[:, -1:], 0.0)
-        # Inverse of the distribution function: one random number u in (0, 1] a row, the first token whose cumulated probability reaches
-        # it. A token of probability 0 does not raise the sum and is never the first. (torch.multinomial draws V numbers a row.)
+        # Invert the distribution function: one random number u in (0, 1] for each row picks the first token whose
+        # cumulated probability reaches it. A token of probability 0 does not raise the sum, so it is never the first.
+        # (torch.multinomial draws V numbers a row, which is as slow as a layer of the model.)
         cumulated = probs.cumsum(-1)
         u = 1 - torch.rand(len(probs), 1, device=probs.device, generator=generator)
         token = torch.searchsorted(cumulated, u * cumulated[:, -1:])[:, 0]

@@ -77,7 +77,7 @@ class Config:
     minibatches: int = 4  # optimizer steps per epoch
     micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
     lr: float = 1.5e-4  # peak learning rate
-    warmup: int = 10  # steps of linear warm-up (1: none) (Adam's first steps are its wildest); then linearly down to 0
+    warmup: int = 10  # steps of linear warm-up (1: none), since Adam starts wild; then linearly down to 0
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     baseline: Literal["mean", "leave_one_out"] | None = (
         None  # what a reward is compared with: its group, or the others of its group
