@@ -1,4 +1,4 @@
-"""Run plumbing, the same for every script and nothing to learn from: command line, seeds, device, log, checkpoints.
+"""Run plumbing, the same for every script; skip it on a first reading: command line, seeds, device, log, checkpoints.
 
 A run called `grpo` writes <out>/grpo.pt (its checkpoint, replaced atomically) and <out>/grpo/ (metrics.jsonl,
 samples.md, curves.png).
@@ -114,6 +114,11 @@ def by_length(lengths, rows):
     return [order[i : i + rows] for i in range(0, len(order), rows)]
 
 
+def cosine_lr(step, config):
+    """Learning rate of step 0, 1, ...: config.warmup steps up to config.lr, then half a cosine down to a tenth of it."""
+    return config.lr * min(1.0, (step + 1) / config.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / config.steps))
+
+
 def load_checkpoint(path, tokenizer=None):
     """The dictionary in `path`, or one line on stderr and exit code 1: missing, truncated, or of another tokenizer."""
     try:
@@ -136,6 +141,7 @@ def make_if_missing(script, path, config):
     if checkpoint and checkpoint["step"] >= checkpoint["steps"]:
         return
     command = [f"{script}.py", "--out", config.out, "--device", config.device, "--seed", str(config.seed)]
+    command += ["--tokenizer", config.tokenizer] if config.tokenizer != "stories" else []
     if checkpoint:
         command += ["--resume", "--seed", str(checkpoint["config"]["seed"]), "--steps", str(checkpoint["steps"])]
     why = f"stopped at step {checkpoint['step']} of {checkpoint['steps']}" if checkpoint else "is missing"

@@ -7,11 +7,15 @@ logits are those of `transformers`' GPT-2 (tests/test_gpt.py).
 
 Pretraining minimises the mean of -log p(token | the tokens before it) over "the internet" (data/stories.py):
 
-    python gpt.py            about 50 seconds on two CPU cores: out/base.pt, held-out accuracy about 0.4
+    python gpt.py            about a minute on two CPU cores: out/base.pt, held-out accuracy about 0.5
 
-What to expect: the loss falls from 6 to 1.6; the model has then picked up every habit of its corpus, answering at
+What to expect: the loss falls to 1.6; the model has then picked up every habit of its corpus, answering at
 once (almost always wrong), working it out (mostly right), working it out with a slip (wrong), in the corpus'
 proportions.
+
+Shapes in this project's comments: B rows (b of a micro-batch, n still decoding, U different prompts), T new columns or
+response slots, S columns that attention sees, P prompt columns, C width, H heads, D = C / H, V vocabulary, N selected
+tokens of all rows.
 
 Sources: Radford et al. 2019 (GPT-2), and for the pre-norm block Xiong et al. 2020, arXiv:2002.04745. Deliberately
 left out: dropout (every document is seen once), mixed precision, several GPUs, learning-rate groups.
@@ -52,7 +56,10 @@ class Attention(nn.Module):
     def forward(self, x, mask=None, cache=None, layer=None):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # [3, B, H, T, D]
-        q, k, v = qkv if cache is None else (qkv[0], *cache.extend(layer, qkv[1:]))  # [B, H, T, D], [B, H, S, D] twice
+        q, k, v = qkv  # [B, H, T, D] each
+        if cache is not None:
+            k, v = cache.extend(layer, qkv[1:])  # [B, H, S, D] each
+        # without a mask: causal, and a single new token may look at everything
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)  # [B, H, T, D]
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -103,20 +110,19 @@ class KVCache:
 
 
 class PromptCache:
-    """The same interface for training: prompts are computed once, with gradient, and shared by all of their
-    responses. First every prompt passes through the model, then, with `which` [b] set to the prompt of each row, the
-    responses; nothing of theirs is kept."""
+    """Stands in for a KVCache in training, where the responses of a group share their prompt. First the U different
+    prompts pass through the model, and their keys and values are kept, with gradient. Then `prompt_of_row` [b] is set,
+    the responses pass through, and each attends to its own prompt's; nothing of theirs is kept."""
 
     def __init__(self):
-        self.layers, self.which, self.length = [], None, 0
+        self.layers, self.prompt_of_row, self.length = [], None, 0
 
     def extend(self, layer, kv):
-        """kv [2, U, H, P, D] of the prompts are returned as they are; kv [2, b, H, T, D] of the responses with their
-        prompt's in front."""
-        if self.which is None:
+        """kv [2, U, H, P, D] of prompts -> the same. kv [2, b, H, T, D] of responses -> [2, b, H, P + T, D]."""
+        if self.prompt_of_row is None:
             self.layers.append(kv)
             return kv
-        return torch.cat([self.layers[layer][:, self.which], kv], dim=3)  # [2, b, H, P + T, D]
+        return torch.cat([self.layers[layer][:, self.prompt_of_row], kv], dim=3)
 
 
 @dataclass
@@ -188,6 +194,7 @@ class GPT(nn.Module):
         """
         B, T = ids.shape
         start = cache.length if cache is not None else 0
+        # columns may exceed the context where padding does: positions decide
         if start + T > self.config.context and (positions is None or int(positions.max()) >= self.config.context):
             raise ValueError(f"{start + T} tokens do not fit the model's context of {self.config.context}")
         mask = None  # None: plain causal attention
@@ -221,15 +228,15 @@ class GPT(nn.Module):
         P, mask = rollout.prompt_len, rollout.mask[rows]  # [b, T]
         T = max(1, int(mask.sum(1).max()))
         prompts = torch.stack([rollout.ids[rows, :P], rollout.attention_mask[rows, :P]], 2)  # [b, P, 2]
-        prompts, which = prompts.unique(dim=0, return_inverse=True)  # [U, P, 2], [b]
+        prompts, prompt_of_row = prompts.unique(dim=0, return_inverse=True)  # [U, P, 2], [b]
         first = P - int(prompts[:, :, 1].sum(1).max())  # padding in front of all of them
         ids, attention = prompts[:, first:, 0], prompts[:, first:, 1]
         padded = not bool(attention.all())
         cache = PromptCache()
         hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)  # [U, P, C]
-        hidden = hidden[:, -1:][which]  # [b, 1, C]: the last prompt token predicts slot 0
+        hidden = hidden[:, -1:][prompt_of_row]  # [b, 1, C]: the last prompt token predicts slot 0
         if T > 1:
-            cache.which = which
+            cache.prompt_of_row = prompt_of_row
             columns = slice(P, P + T - 1)  # the last token predicts nothing
             seen = rollout.attention_mask[rows, first : P + T - 1] if padded else None
             rest = self.hidden(rollout.ids[rows, columns], rollout.positions[rows, columns], seen, cache)
@@ -261,24 +268,25 @@ class GPT(nn.Module):
             )
         # 1. The prompts, each different one once
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        which = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)  # [B]
+        prompt_of_row = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)  # [B]
         prompt_ids, prompt_mask = (torch.from_numpy(a).to(device) for a in _pad(list(number), P, left=True))  # [U, P]
         padded, shared = shortest < P, len(number) < B
         cache = KVCache(self.config, len(number), P if shared else P + max_new_tokens, self.wte.weight)
         hidden = self.hidden(prompt_ids, attention_mask=prompt_mask if padded else None, cache=cache)[:, -1]  # [U, C]
-        logits = self.lm_head(hidden)[which]  # [B, V]
+        logits = self.lm_head(hidden)[prompt_of_row]  # [B, V]
         if shared:
             prompt_cache, cache = cache, KVCache(self.config, B, P + max_new_tokens, self.wte.weight)
-            cache.copy_rows(slice(None), prompt_cache, which)
+            cache.copy_rows(slice(None), prompt_cache, prompt_of_row)
             cache.length = P
         # 2. One token at a time. Slot i of the batch belongs to row rows[i] of the result.
         ids = torch.full((B, P + max_new_tokens), 0 if eos is None else eos, device=device)
-        ids[:, :P] = prompt_ids[which]
+        ids[:, :P] = prompt_ids[prompt_of_row]
         attention = torch.ones_like(ids)
-        attention[:, :P] = prompt_mask[which]
-        length = attention[:, :P].sum(1)  # [n] tokens so far, the position of the next one
+        attention[:, :P] = prompt_mask[prompt_of_row]
+        prompt_length = attention[:, :P].sum(1)  # [n]; the token sampled at t has position prompt_length + t
         logp = torch.zeros(B, max_new_tokens, device=device)
-        rows, live_attention = torch.arange(B, device=device), attention.clone()
+        rows = torch.arange(B, device=device)
+        live_attention = attention.clone()  # in the order of the slots; response columns are always 1
         for t in range(max_new_tokens):
             token, token_logp = _sample(logits, temperature, top_k, generator)  # [n], [n]
             ids[rows, P + t] = token
@@ -293,16 +301,17 @@ class GPT(nn.Module):
                 if n < len(rows):  # there are as many free slots among the first n as live rows behind them
                     free, movers = (~live[:n]).nonzero()[:, 0], live[n:].nonzero()[:, 0] + n
                     cache.copy_rows(free, cache, movers)
-                    for per_slot in (rows, token, length, live_attention):
+                    for per_slot in (rows, token, prompt_length, live_attention):
                         per_slot[free] = per_slot[movers]
-                    rows, token, length, live_attention = rows[:n], token[:n], length[:n], live_attention[:n]
+                    rows, token = rows[:n], token[:n]
+                    prompt_length, live_attention = prompt_length[:n], live_attention[:n]
             if t + 1 < max_new_tokens:
                 seen = live_attention[:, : P + t + 1] if padded else None
-                logits = self.lm_head(self.hidden(token[:, None], (length + t)[:, None], seen, cache)[:, 0])
+                logits = self.lm_head(self.hidden(token[:, None], (prompt_length + t)[:, None], seen, cache)[:, 0])
         # 3. The mask, from positions: everything up to and including the first EOS
         response = ids[:, P:]
         ends = response == (-1 if eos is None else eos)
-        mask = (ends.cumsum(1) - ends.long() == 0).long()  # [B, max_new_tokens]
+        mask = (ends.cumsum(1) - ends.long() == 0).long()  # [B, max_new_tokens]: no EOS strictly before the slot
         T = int(mask.sum(1).max())
         mask = mask[:, :T]  # [B, T]
         ids = torch.cat([ids[:, :P], torch.where(mask > 0, response[:, :T], 0 if eos is None else eos)], 1)
@@ -319,12 +328,12 @@ def _sample(logits, temperature, top_k, generator):
         probs = log_probs.exp()
         if top_k is not None and top_k < probs.shape[-1]:
             probs = probs.masked_fill(log_probs < log_probs.topk(top_k).values[:, -1:], 0.0)
-        # Invert the distribution function: one random number u in (0, 1] for each row picks the first token whose
-        # cumulated probability reaches it. A token of probability 0 does not raise the sum, so it is never the first.
+        # Inverse-CDF sampling: one random number u in (0, 1] for each row picks the first token whose
+        # cumulative probability reaches it. A token of probability 0 does not raise the sum, so it is never the first.
         # (torch.multinomial draws V numbers a row, which is as slow as a layer of the model.)
-        cumulated = probs.cumsum(-1)
+        cumulative = probs.cumsum(-1)
         u = 1 - torch.rand(len(probs), 1, device=probs.device, generator=generator)
-        token = torch.searchsorted(cumulated, u * cumulated[:, -1:])[:, 0]
+        token = torch.searchsorted(cumulative, u * cumulative[:, -1:])[:, 0]
     return token, log_probs.gather(-1, token[:, None])[:, 0]
 
 
@@ -398,7 +407,7 @@ def main(config):
         run.log(0, accuracy=scores["accuracy"], length=scores["length"])
         run.save(0, model, optimizer)
 
-    tokens, busy = 0, 0.0
+    final, tokens, busy = {}, 0, 0.0
     while step < config.steps:
         # the documents of this step
         began = time.perf_counter()
@@ -410,21 +419,20 @@ def main(config):
         longest = max(map(len, documents))
         if longest > config.context:
             raise SystemExit(f"a document of {longest} tokens does not fit --context {config.context}")
-        targets = sum(map(len, documents)) - len(documents)  # every token but the first of each document is predicted
+        n_targets = sum(map(len, documents)) - len(documents)  # every token but the first of each document is predicted
 
         # loss = mean of -log p over the tokens of the whole step, one micro-batch of documents of like length after the other
         total = 0.0
         for rows in common.by_length(list(map(len, documents)), config.micro_batch):
             ids, mask = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
-            logits = model(ids[:, :-1])  # [b, L-1, V]
+            logits = model(ids[:, :-1])  # [b, L-1, V]; padding is on the right, where causal attention never looks
             logp = token_logprobs(logits, ids[:, 1:])  # [b, L-1]
-            loss = -(logp * mask[:, 1:]).sum() / targets
+            loss = -(logp * mask[:, 1:]).sum() / n_targets
             loss.backward()
             total += loss.item()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
-        cosine = 0.55 + 0.45 * math.cos(math.pi * step / config.steps)
-        lr = config.lr * min(1.0, (step + 1) / config.warmup) * cosine
+        lr = common.cosine_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -432,14 +440,14 @@ def main(config):
 
         # log and checkpoint
         step += 1
-        tokens, busy = tokens + targets, busy + time.perf_counter() - began
+        tokens, busy = tokens + n_targets, busy + time.perf_counter() - began
         if step % config.log_every == 0 or step == config.steps:
-            scores = held_out_scores() if step == config.steps else {}
+            final = held_out_scores() if step == config.steps else {}
             run.log(
                 step,
                 loss=total,
-                accuracy=scores.get("accuracy"),
-                length=scores.get("length"),
+                accuracy=final.get("accuracy"),
+                length=final.get("length"),
                 grad_norm=grad_norm,
                 lr=lr,
                 tokens_per_second=tokens / busy,
@@ -448,7 +456,7 @@ def main(config):
         run.save(step, model, optimizer, config.save_every)
 
     # what it learned
-    scores = held_out_scores()
+    scores = final or held_out_scores()
     print(f"""
 {run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
 {habits(scores)}

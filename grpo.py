@@ -3,29 +3,31 @@
 For each prompt sample a group of G responses, let a verifier score them, and push each response up or down by how
 much better it did than its group:
 
-    A_i   = (r_i - mean(r)) / (std(r) + eps)                            one number for all tokens of response i rho_t
-    = pi(token_t) / pi_old(token_t)                               1 on the first update of a rollout loss  =
-    -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta * KL_t,   averaged over tokens and responses
+    A_i   = (r_i - mean(r)) / (std(r) + eps)         one number, shared by all tokens of response i
+    rho_t = pi(token_t) / pi_old(token_t)            exactly 1 on the first update after a rollout
+    loss  = -min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta * KL_t
 
-    python grpo.py           makes out/base.pt and out/sft.pt first if they are missing; then 100 steps
-    python grpo.py --variant dr_grpo | dapo | rloo | gspo | cispo       the same loop with other switches: see VARIANTS
+averaged over tokens and responses. KL_t estimates KL(policy || reference) at token t; the reference is the SFT model.
 
-What to expect (defaults, two CPU cores): held-out accuracy from 0.45 to 0.97 and mean length from 7 to 9 tokens.
-Nobody rewards length: of the habits that pretraining left in the model, working it out is the one that gets answers
-right, so it takes over. pass@64 was close to 1 all along: the right answers were there to be found, RL made them
-likely.
+    python grpo.py                          140 steps, and before them out/base.pt and out/sft.pt if they are missing
+    python grpo.py --variant dr_grpo        the same loop with other switches: dapo, rloo, gspo, cispo, see VARIANTS
+
+What to expect (defaults, two CPU cores): about 80 seconds after the SFT model is there; held-out accuracy from 0.5 to
+0.97 and mean length from 6 to 9 tokens. Nobody rewards length: of the habits that pretraining left in the model, working
+it out is the one that gets answers right, so it takes over. pass@64 is 1 before and after: the right answers were
+there to be found, RL makes them likely.
 
 What to look at: `zero-var` is the share of groups whose rewards are all equal; they carry no signal, and there are
-more of them as the policy gets better. `kl` is KL(policy || SFT model) in nats per response (the k3 estimate: never
-negative), how far the policy has moved. The loss says nothing: on the first update of a rollout its value is a mean
-of advantages, zero or nearly so, with a gradient that is not.
+more of them as the policy gets better. `kl` is KL(policy || reference) in nats per response (the k3 estimate: never
+negative), how far the policy has moved; it is shown when beta > 0. The value of the loss says nothing: on the first
+update after a rollout it is a mean of advantages, zero or nearly so, with a gradient that is not.
 
 A response cut off at --max-new-tokens is judged as it stands: it gets no reward unless it says the right answer, and
 its tokens are trained like all others.
 
 Sources: Shao et al. 2024 (DeepSeekMath, GRPO, arXiv:2402.03300), Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), Yu et
 al. 2025 (DAPO, arXiv:2503.14476), Ahmadian et al. 2024 (RLOO, arXiv:2402.14740), Zheng et al. 2025 (GSPO,
-arXiv:2507.18071), MiniMax 2025 (CISPO, arXiv:2506.13585). Deliberately left out: a reward or value model (ppo.py), a
+arXiv:2507.18071), MiniMax 2025 (CISPO, arXiv:2506.13585). Deliberately left out: a reward model and a value model, a
 separate sampling engine and its importance weights, tool calls, process rewards.
 """
 
@@ -44,19 +46,26 @@ from data.evaluation import evaluate, require_room, sample_responses
 from gpt import GPT, GPTConfig, Rollout
 from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
 
-# What the papers changed, as switches. A flag of the same name wins.
+# The variants as settings of the same switches; a flag given on the command line overrides its entry. GSPO's ratio is a
+# mean over the response and hardly leaves 1, hence its tiny range. CISPO's clip_low=1 means no lower bound. "constant"
+# divides by B * max_new_tokens, so a token weighs the same in a short answer and in a long one.
 VARIANTS = {
-    "grpo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="sequence", beta=0.01, kl="k3"),
-    "dr_grpo": dict(baseline="mean", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="constant", beta=0.0, kl="k3"),
-    "dapo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.28, aggregate="token", beta=0.0, kl="k3",
-                 dynamic_sampling=True, overlong_buffer=4),
-    "rloo": dict(baseline="leave_one_out", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2, aggregate="constant", beta=0.05,
-                 kl="reward"),
-    "gspo": dict(baseline="mean", scale="std", ratio="sequence", surrogate="clip", clip_low=3e-4, clip_high=4e-4, aggregate="sequence", beta=0.0, kl="k3"),
-    "cispo": dict(baseline="mean", scale="std", ratio="token", surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregate="token", beta=0.0, kl="k3"),
+    "grpo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2,
+                 aggregate="sequence", beta=0.01, kl="k3"),
+    "dr_grpo": dict(baseline="mean", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2,
+                    aggregate="constant", beta=0.0, kl="k3"),
+    "dapo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.28,
+                 aggregate="token", beta=0.0, kl="k3", dynamic_sampling=True, overlong_buffer=4),
+    "rloo": dict(baseline="leave_one_out", scale="none", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2,
+                 aggregate="constant", beta=0.05, kl="reward"),
+    "gspo": dict(baseline="mean", scale="std", ratio="sequence", surrogate="clip", clip_low=3e-4, clip_high=4e-4,
+                 aggregate="sequence", beta=0.0, kl="k3"),
+    "cispo": dict(baseline="mean", scale="std", ratio="token", surrogate="cispo", clip_low=1.0, clip_high=4.0,
+                  aggregate="token", beta=0.0, kl="k3"),
 }  # fmt: skip
 
 
+# fmt: off
 @dataclass
 class Config:
     seed: int = 0  # of the problems and of the sampling
@@ -66,9 +75,7 @@ class Config:
     resume: bool = False  # continue from the checkpoint
     init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
     tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
-    variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = (
-        "grpo"  # sets the switches that are not given as flags
-    )
+    variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "grpo"  # sets the switches below, if they are not given as flags
     prompts: int = 32  # prompts per step
     group_size: int = 8  # G, responses per prompt
     max_new_tokens: int = 16  # longest response
@@ -77,32 +84,22 @@ class Config:
     minibatches: int = 4  # optimizer steps per epoch
     micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
     lr: float = 1.5e-4  # peak learning rate
-    warmup: int = 10  # steps of linear warm-up (1: none), since Adam starts wild; then linearly down to 0
+    warmup: int = 10  # steps of linear warm-up (1: none), as Adam's first steps are badly scaled; then linearly down to 0
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
-    baseline: Literal["mean", "leave_one_out"] | None = (
-        None  # what a reward is compared with: its group, or the others of its group
-    )
-    scale: Literal["std", "none", "batch"] | None = (
-        None  # advantages are divided by the group's std, by nothing, or by the batch's std
-    )
-    ratio: Literal["token", "sequence"] | None = (
-        None  # importance ratio of each token, or its geometric mean over the response
-    )
+    baseline: Literal["mean", "leave_one_out"] | None = None  # what a reward is compared with: its group's mean, or the mean of the others
+    scale: Literal["std", "none", "batch"] | None = None  # advantages are divided by the group's std, by nothing, or by the batch's std
+    ratio: Literal["token", "sequence"] | None = None  # importance ratio of each token, or its geometric mean over the response
     surrogate: Literal["clip", "cispo"] | None = None  # PPO's clipped objective, or CISPO's clipped weight
     clip_low: float | None = None  # the ratio is clipped below at 1 - this
     clip_high: float | None = None  # and above at 1 + this
-    aggregate: Literal["sequence", "token", "constant"] | None = (
-        None  # mean per response, per token of the step, or over a constant
-    )
+    aggregate: Literal["sequence", "token", "constant"] | None = None  # mean per response, per token of the optimizer step, or over a constant
     beta: float | None = None  # weight of the KL to the reference; at 0 no reference model is run
-    kl: Literal["k1", "k2", "k3", "exact", "reward"] | None = (
-        None  # its estimate as a loss, or k1 subtracted from the reward
-    )
+    kl: Literal["k1", "k2", "k3", "exact", "reward"] | None = None  # its estimate as a loss, or k1 subtracted from the reward
     dynamic_sampling: bool | None = None  # drop groups of equal rewards and sample others
-    overlong_buffer: int | None = None  # the last so many tokens before max_new_tokens cost up to -1 reward; 0: none
+    overlong_buffer: int | None = None  # the last so many tokens before max_new_tokens cost up to 1 reward; 0: none
     eval_every: int = 20  # steps between two held-out evaluations
     evaluate: int = 512  # held-out problems
-    pass_k: int = 64  # samples per held-out problem before and after the run, for pass@k
+    pass_k: int = 64  # samples per held-out problem before and after the run, for pass@k (1, 4, 16, 64 or 256)
     log_every: int = 5  # steps between two lines
     save_every: int = 10  # steps between two checkpoints
 
@@ -119,37 +116,38 @@ class Config:
             raise ValueError(f"--minibatches {self.minibatches}: at most one per prompt, --prompts {self.prompts}")
         if not 0 <= self.overlong_buffer <= self.max_new_tokens:
             raise ValueError(f"--overlong-buffer {self.overlong_buffer}: must be 0 to {self.max_new_tokens}")
+# fmt: on
 
 
 def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
-    """How much better each response did than its group. rewards [P, G], P prompts with G responses each -> advantages
-    [P, G].
+    """How much better each response did than its group. rewards [P, G], P prompts with G responses each, -> [P, G].
 
-    baseline "mean": r_i - mean(r) (DeepSeekMath, section 4.1.2). "leave_one_out": r_i - mean of the others = G/(G-1)
-    (r_i - mean(r)) (RLOO, section 2.2), whose policy gradient is unbiased; the group mean's is (1 - 1/G) times that.
-    scale "std": over the group's std (with ddof) + eps; "none": Dr. GRPO, because dividing by the std gives very easy
-    and very hard prompts more weight; "batch": over the std of all rewards. A group of equal rewards has exactly zero
-    advantages, whatever the rounding of its mean. A reward of NaN (nothing could be said) gives 0 and stays out of
-    the baseline. Raises ValueError for groups of one with "std" or "leave_one_out", or an unknown name.
+    baseline "mean":           r_i - mean(r) (DeepSeekMath, section 4.1)
+             "leave_one_out":  r_i - mean of the others = G / (G - 1) (r_i - mean(r)) (RLOO); its policy gradient is
+                               unbiased, the group mean's is (1 - 1/G) times that
+    scale    "std":            divided by the group's std + eps, with divisor G - ddof in the variance
+             "none":           as it is (Dr. GRPO): dividing gives very easy and very hard prompts more weight
+             "batch":          divided by the std of all rewards + eps
+
+    A group of equal rewards has exactly zero advantages, whatever the rounding of its mean. A reward of NaN (the verifier
+    could not say) gets 0 and stays out of the baseline. Raises ValueError for groups of one with "std" or
+    "leave_one_out", and for an unknown name.
     """
     if baseline not in ("mean", "leave_one_out") or scale not in ("std", "none", "batch"):
         raise ValueError(f"unknown baseline {baseline!r} or scale {scale!r}")
-    G = rewards.shape[1]
-    if G == 1 and (scale == "std" or baseline == "leave_one_out"):
-        raise ValueError("a group of one has neither a std nor others to compare with: group_size must be at least 2")
+    if rewards.shape[1] == 1 and (scale == "std" or baseline == "leave_one_out"):
+        raise ValueError("a group of one has no std and no others to compare with: group_size must be at least 2")
     scored = ~rewards.isnan()  # [P, G]
-    n = scored.sum(1, keepdim=True).clamp(min=1)  # [P, 1]
-    filled = torch.where(scored, rewards, 0.0)
-    centered = torch.where(scored, rewards - filled.sum(1, keepdim=True) / n, 0.0)
-    highest = torch.where(scored, rewards, -torch.inf).amax(1, keepdim=True)
-    lowest = torch.where(scored, rewards, torch.inf).amin(1, keepdim=True)
-    centered = torch.where(highest > lowest, centered, 0.0)  # the mean of eight 0.1 is not 0.1 in float32
+    n = scored.sum(1, keepdim=True)  # [P, 1], G unless some are NaN
+    highest = rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
+    lowest = rewards.nan_to_num(torch.inf).amin(1, keepdim=True)
+    mixed = scored & (highest > lowest)  # in float32 the mean of eight 0.1 is not 0.1: compare, do not subtract
+    advantages = torch.where(mixed, rewards - rewards.nanmean(1, keepdim=True), 0.0)
+    std = (advantages.square().sum(1, keepdim=True) / (n - ddof).clamp(min=1)).sqrt()  # [P, 1] of each group
     if baseline == "leave_one_out":
-        advantages = centered * n / (n - 1).clamp(min=1)
-    else:
-        advantages = centered
+        advantages = advantages * n / (n - 1).clamp(min=1)
     if scale == "std":
-        advantages = advantages / ((centered.square().sum(1, keepdim=True) / (n - ddof).clamp(min=1)).sqrt() + eps)
+        advantages = advantages / (std + eps)
     elif scale == "batch":
         advantages = advantages / (rewards[scored].std(correction=ddof) + eps)
     return advantages
@@ -179,16 +177,18 @@ def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, a
                 beta=0.0, kl="k3", surrogate="clip", exact_kl=None, denominator=None):  # fmt: skip
     """The loss of all variants. logp, old_logp, ref_logp, mask [B, T], advantages [B] -> (scalar loss, stats).
 
-    rho = exp(logp - old_logp), or for ratio="sequence" its geometric mean over the response, exp(mean_t(logp -
-    old_logp)) (GSPO, eq. 7). surrogate "clip":  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); no gradient
-    once rho has left the range in the direction A pushes. surrogate "cispo": -stopgrad(clip(rho, 1 - clip_low, 1 +
-    clip_high)) A logp (MiniMax-M1, eq. 4); every token keeps a gradient. beta > 0 adds beta * KL to each token:
-    kl_estimate(logp, ref_logp, kl), or for kl="exact" `exact_kl` [B, T]. Only slots with mask = 1 count. `aggregate`,
-    `max_tokens`, `denominator`: see aggregate_loss. stats are means over tokens: clip_fraction, approx_kl = (logp -
-    old_logp)^2 / 2, and kl (k3) where there is ref_logp.
+    rho = exp(logp - old_logp); ratio="sequence": its geometric mean over the response (GSPO)
+    surrogate="clip":   -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); no gradient once rho has left the range
+                        in the direction in which A pushes
+    surrogate="cispo":  -stopgrad(clip(rho, 1 - clip_low, 1 + clip_high)) A logp (MiniMax-M1); every token keeps one
+    beta > 0:           adds beta * kl_estimate(logp, ref_logp, kl) to each token, or beta * exact_kl [B, T] (kl="exact")
+    aggregate, max_tokens, denominator: see aggregate_loss
+
+    Only slots with mask = 1 count. stats are means over tokens: clip_fraction, approx_kl = (logp - old_logp)^2 / 2, and
+    kl (k3) where there is ref_logp.
     """
-    on = mask > 0
-    log_ratio = torch.where(on, logp - old_logp, 0.0)  # [B, T]
+    valid = mask > 0
+    log_ratio = torch.where(valid, logp - old_logp, 0.0)  # [B, T]
     tokens = mask.sum().clamp(min=1)
     stats = {"approx_kl": (log_ratio.detach().square() / 2).sum() / tokens}
     if ratio == "sequence":
@@ -201,16 +201,18 @@ def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, a
         per_token = -torch.minimum(rho * A, clipped * A)
         was_clipped = clipped * A < rho * A
     elif surrogate == "cispo":
-        per_token = -clipped.detach() * A * torch.where(on, logp, 0.0)
+        per_token = -clipped.detach() * A * torch.where(valid, logp, 0.0)
         was_clipped = clipped != rho
     else:
         raise ValueError(f"unknown surrogate {surrogate!r}: clip or cispo")
-    stats["clip_fraction"] = (was_clipped & on).sum() / tokens
+    stats["clip_fraction"] = (was_clipped & valid).sum() / tokens
     if ref_logp is not None:
-        stats["kl"] = torch.where(on, kl_estimate(logp.detach(), ref_logp), 0.0).sum() / tokens
+        stats["kl"] = torch.where(valid, kl_estimate(logp.detach(), ref_logp), 0.0).sum() / tokens
     if beta:
         kl_t = (
-            exact_kl if kl == "exact" else kl_estimate(torch.where(on, logp, 0.0), torch.where(on, ref_logp, 0.0), kl)
+            exact_kl
+            if kl == "exact"
+            else kl_estimate(torch.where(valid, logp, 0.0), torch.where(valid, ref_logp, 0.0), kl)
         )
         per_token = per_token + beta * kl_t
     return aggregate_loss(per_token, mask, aggregate, max_tokens, denominator), stats
@@ -252,27 +254,27 @@ def rollout_logprobs(model, rollout, micro_batches, temperature):
 
 def sample_groups(policy, tokenizer, config, step):
     """The rollout of one step: G responses to each of P training problems -> (rollout of P * G rows, rewards [P, G],
-    share of groups whose rewards are all equal). Dynamic sampling (DAPO, section 3.2) drops those groups and draws
-    other problems, four times at most, so P may fall short."""
+    share of groups whose rewards are all equal). Dynamic sampling (DAPO, section 3.2) drops those groups and samples
+    more problems, in at most four rounds, so that fewer than P groups, even none, may be left."""
     P, G = config.prompts, config.group_size
     rng = random.Random(common.seed_of("problems", config.seed, step))
-    noise = common.generator(config.device, "sampling", config.seed, step)
-    rollouts, rewards, equal = [], [], []
+    generator = common.generator(config.device, "sampling", config.seed, step)
+    rollouts, rewards, all_equal = [], [], []
     for _ in range(4 if config.dynamic_sampling else 1):
         problems = [stories.make_problem(rng) for _ in range(P)]
         prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems for _ in range(G)]
         rollout = policy.generate(
-            prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=noise
+            prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=generator
         )
-        right = [accuracy_reward(text, problems[i // G].answer) for i, text in enumerate(rollout.texts(tokenizer))]
-        reward = torch.tensor(right, device=config.device).view(P, G)
-        equal.append(reward.amax(1) == reward.amin(1))  # [P]
-        keep = ~equal[-1] if config.dynamic_sampling else torch.ones_like(equal[-1])
+        scores = [accuracy_reward(text, problems[i // G].answer) for i, text in enumerate(rollout.texts(tokenizer))]
+        reward = torch.tensor(scores, device=config.device).view(P, G)
+        all_equal.append(reward.amax(1) == reward.amin(1))  # [P]
+        keep = ~all_equal[-1] if config.dynamic_sampling else torch.ones_like(all_equal[-1])
         rollouts.append(rollout.select(keep.repeat_interleave(G)))
         rewards.append(reward[keep])
         if sum(map(len, rewards)) >= P:
             break
-    zero_variance = torch.cat(equal).float().mean().item()
+    zero_variance = torch.cat(all_equal).float().mean().item()
     return Rollout.cat(rollouts).select(slice(P * G)), torch.cat(rewards)[:P], zero_variance
 
 
@@ -283,69 +285,65 @@ def main(config):
     if not config.init:
         common.make_if_missing("sft", init, config)
     checkpoint = common.load_checkpoint(init, tokenizer)
-    run = common.Run(
-        "grpo",
-        config,
-        tokenizer,
-        "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second",
-    )
+    columns = "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second"
+    run = common.Run("grpo", config, tokenizer, columns)
     policy = GPT(GPTConfig(**checkpoint["model_config"]))
     policy.load_state_dict(checkpoint["model"])
     policy.to(config.device)
     reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    step = run.restore(policy, optimizer)
+    start = run.restore(policy, optimizer)
     switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
-    print(
-        f"GRPO from {init}, variant {config.variant}: "
-        + ", ".join(f"{name} {value}" for name, value in switches.items())
-    )
+    print(f"GRPO from {init}, variant {config.variant}: " + ", ".join(f"{k} {v}" for k, v in switches.items()))
 
     held_out = stories.held_out_problems(config.evaluate)
     require_room(policy, tokenizer, held_out, config.max_new_tokens)
 
-    def held_out_scores(samples):
-        noise = common.generator(config.device, "held out", config.seed)
-        scores = evaluate(policy, tokenizer, held_out, config.max_new_tokens, samples, noise)
-        texts, lengths = sample_responses(policy, tokenizer, held_out[:6], config.max_new_tokens, generator=noise)
-        run.sample(step, "\n".join(
+    def held_out_scores(step, samples):
+        generator = common.generator(config.device, "held out", config.seed)
+        scores = evaluate(policy, tokenizer, held_out, config.max_new_tokens, samples, generator)
+        shown = held_out[:6]  # the same ones each time
+        texts, lengths = sample_responses(policy, tokenizer, shown, config.max_new_tokens, generator=generator)
+        lines = [
             f"- {problem.prompt}\n  `{text.strip()}` reward {accuracy_reward(text, problem.answer):.0f}, {length} tokens"
-            for problem, text, length in zip(held_out, texts, lengths)
-        ))  # fmt: skip
+            for problem, text, length in zip(shown, texts, lengths)
+        ]
+        run.sample(step, "\n".join(lines))
         return scores
 
     if not config.resume:
-        scores = held_out_scores(config.pass_k)
+        scores = held_out_scores(0, config.pass_k)
         run.log(0, accuracy=scores["accuracy"], length=scores["length"], **scores["pass_at_k"])
         run.save(0, policy, optimizer)
 
     tokens, busy = 0, 0.0
-    while step < config.steps:
+    for step in range(start + 1, config.steps + 1):
         # 1. Rollout
         began = time.perf_counter()
-        rollout, accuracy, zero_variance = sample_groups(policy, tokenizer, config, step)
-        mask, lengths = rollout.mask, rollout.mask.sum(1)  # [B, T], [B], B = P * G
-        step += 1
+        rollout, rewards, zero_variance = sample_groups(policy, tokenizer, config, step)  # B = P * G rows, [P, G]
+        P, G = rewards.shape
+        mask, lengths = rollout.mask, rollout.mask.sum(1)  # [B, T], [B]
 
         # 2. The rows of each optimizer step (whole groups, in random order), cut into micro-batches of like length
-        P, G = accuracy.shape
         order = torch.randperm(P, generator=common.generator("cpu", "minibatches", config.seed, step))
         tokens_of = rollout.attention_mask.sum(1).cpu()  # [B]
         minibatches = []
-        for i in range(config.minibatches):
+        for i in range(min(config.minibatches, P)):
             rows = (order[i :: config.minibatches, None] * G + torch.arange(G)).view(-1)
             minibatches.append(rows[tokens_of[rows].argsort(stable=True)].split(config.micro_batch))
         micro_batches = [rows for minibatch in minibatches for rows in minibatch]
 
-        # 3. Log-probabilities of the reference, and of the policy that sampled if it will change before the rollout is used up
-        ref_logp = (
-            rollout_logprobs(reference, rollout, micro_batches, config.temperature) if reference else None
-        )  # [B, T]
-        several = config.epochs * config.minibatches > 1
-        old_logp = rollout_logprobs(policy, rollout, micro_batches, config.temperature) if several else None  # [B, T]
+        # 3. Log-probabilities [B, T] under the reference, and under the policy as it is now. rollout.logp would do for
+        # the latter up to rounding; the same pass as in training makes the first ratio exactly 1. A single update needs
+        # neither: its ratio is 1, and logp.detach() says so.
+        ref_logp = old_logp = None
+        if reference:
+            ref_logp = rollout_logprobs(reference, rollout, micro_batches, config.temperature)
+        if config.epochs * config.minibatches > 1:
+            old_logp = rollout_logprobs(policy, rollout, micro_batches, config.temperature)
 
         # 4. Rewards and advantages
-        rewards = accuracy.view(-1)  # [B]
+        rewards = rewards.view(-1)  # [B]
         if config.overlong_buffer:
             rewards = rewards + overlong_penalty(lengths, config.max_new_tokens, config.overlong_buffer)
         if config.kl == "reward" and reference:
@@ -356,13 +354,8 @@ def main(config):
         stats = dict.fromkeys(("loss", "entropy", "approx_kl", "clip_fraction", "kl", "grad_norm"), 0.0)
         lr = config.lr * min(1.0, step / config.warmup) * (1 - (step - 1) / config.steps)
         for minibatch in minibatches * config.epochs:
-            rows_here = torch.cat(minibatch)
-            tokens_here = int(lengths[rows_here].sum())
-            denominator = {
-                "sequence": len(rows_here),
-                "token": tokens_here,
-                "constant": len(rows_here) * config.max_new_tokens,
-            }[config.aggregate]
+            n_rows, n_tokens = sum(map(len, minibatch)), int(lengths[torch.cat(minibatch)].sum())
+            denominator = {"sequence": n_rows, "token": n_tokens, "constant": n_rows * config.max_new_tokens}
             for rows in minibatch:
                 logits, targets = response_logits(policy, rollout, rows)  # [N, V], [N]
                 logp, entropy = token_logprobs_and_entropy(logits, targets, config.temperature)  # [N], [N]
@@ -373,14 +366,16 @@ def main(config):
                         ref_logits, _ = response_logits(reference, rollout, rows)
                     exact_kl = to_slots(token_kl(logits, ref_logits, config.temperature), mask[rows])
                 loss, part = policy_loss(
-                    logp, old_logp[rows] if several else logp.detach(), advantages[rows], mask[rows], config.clip_low, config.clip_high,
-                    config.aggregate, config.max_new_tokens, config.ratio, ref_logp[rows] if reference else None,
-                    0.0 if config.kl == "reward" else config.beta, config.kl, config.surrogate, exact_kl, denominator,
+                    logp, logp.detach() if old_logp is None else old_logp[rows], advantages[rows], mask[rows],
+                    clip_low=config.clip_low, clip_high=config.clip_high, aggregate=config.aggregate,
+                    ratio=config.ratio, surrogate=config.surrogate, denominator=denominator[config.aggregate],
+                    ref_logp=None if ref_logp is None else ref_logp[rows], exact_kl=exact_kl, kl=config.kl,
+                    beta=0.0 if config.kl == "reward" else config.beta,
                 )  # fmt: skip
                 loss.backward()
                 stats["loss"] += loss.item()
                 for name, value in (*part.items(), ("entropy", entropy.mean())):  # token means: weigh them by tokens
-                    stats[name] += value.item() * len(targets) / tokens_here
+                    stats[name] += value.item() * len(targets) / n_tokens
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
             run.require_finite(step, loss=stats["loss"], grad_norm=grad_norm)
             stats["grad_norm"] += grad_norm
@@ -388,34 +383,35 @@ def main(config):
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-        stats = {name: value / (config.epochs * config.minibatches) for name, value in stats.items()}
+        stats = {name: value / max(1, config.epochs * len(minibatches)) for name, value in stats.items()}
         stats["kl"] = (
             stats["kl"] * lengths.float().mean().item() if reference else None
         )  # nats per token -> per response
         tokens, busy = tokens + int(tokens_of.sum()), busy + time.perf_counter() - began
 
         # 6. Log and checkpoint
-        if step % config.log_every == 0 or step % config.eval_every == 0 or step == config.steps:
-            scores = {}
-            if step % config.eval_every == 0 or step == config.steps:
-                scores = held_out_scores(config.pass_k if step == config.steps else 1)
+        measure, last = step % config.eval_every == 0, step == config.steps
+        if measure or last or step % config.log_every == 0:
+            scores = held_out_scores(step, config.pass_k if last else 1) if measure or last else {}
             run.log(
                 step, reward=rewards.mean().item(), accuracy=scores.get("accuracy"), length=lengths.float().mean().item(),
-                zero_variance=zero_variance, lr=lr, tokens_per_second=tokens / busy, **stats, **scores.get("pass_at_k", {}),
+                zero_variance=zero_variance, lr=lr, tokens_per_second=tokens / busy, held_out_length=scores.get("length"),
+                **stats, **scores.get("pass_at_k", {}),
             )  # fmt: skip
             tokens, busy = 0, 0.0
         run.save(step, policy, optimizer, config.save_every)
 
-    # 7. What happened, in five lines
+    # 7. What happened
     first, last = run.metrics()[0], run.metrics()[-1]
-    k = max(int(name.rpartition("@")[2]) for name in first if name.startswith("pass@"))
+    k = max((key for key in first if key.startswith("pass@")), key=lambda key: int(key[5:]))
+    unpaid = "" if config.overlong_buffer else "; nobody rewarded length"
     print(f"""
-{config.variant}, {config.steps} steps of {config.prompts} x {config.group_size} responses, {last["seconds"]:.0f} seconds, {len(held_out)} held-out problems
-  accuracy (pass@1)   {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}    one sample at temperature 1
-  pass@{k:<14}  {first[f"pass@{k}"]:.3f} -> {last[f"pass@{k}"]:.3f}    at least one of {k} samples: what the model could do all along
-  response length     {first["length"]:5.1f} -> {last["length"]:5.1f}    tokens; nobody rewarded length
-  files               {run.path}, {run.folder}/ (metrics.jsonl, samples.md, curves.png)
-next: read {run.folder}/samples.md; python grpo.py --variant dr_grpo --seed 1 --out out1; change the reward in grpo.py:sample_groups""")
+{config.variant}: {config.steps} steps of {config.prompts} x {config.group_size} responses in {last["seconds"]:.0f} seconds, on {len(held_out)} held-out problems:
+  accuracy (pass@1)  {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}   a single sample at temperature 1
+  {k:<17}  {first[k]:.3f} -> {last[k]:.3f}   at least one right of {k[5:]} samples: what the model could do all along
+  response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}
+  {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
+next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.out, "dr_grpo")}""")
     run.plot("accuracy", "length", "reward", "entropy")
 
 

@@ -1,26 +1,23 @@
 """Stage 2, supervised fine-tuning: imitate demonstrations, with the prompt masked.
 
-The pretrained model continues any text in any of its corpus' formats. SFT shows it prompt-response pairs in one
-format (the answer behind "####", then end-of-text) and minimises the token mean over the whole optimizer step
+The pretrained model continues a story in any of its corpus' formats. SFT shows it prompt-response pairs in one format
+(the answer behind "####", then end-of-text) and minimises the token mean over the whole optimizer step
 
     loss = sum_{i,t} mask * -log p(response_t | prompt, response_<t) / sum_{i,t} mask
 
-where the mask is 1 for response tokens, the first one and the end-of-text token included, and 0 for the prompt:
-nobody wants the model to learn to ask. A mean of per-row means would be another objective, with more weight on the
-tokens of short answers.
+where the mask is 1 for response tokens, the first one and the end-of-text token included, and 0 for the prompt: nobody
+wants the model to learn to ask. A mean of per-row means would be another objective, with more weight on the tokens of
+short answers.
 
-    python sft.py            makes out/base.pt first if it is missing; 6 seconds on two CPU cores: out/sft.pt,
-    held-out accuracy about 0.5
+    python sft.py            seven seconds on two CPU cores, and before them out/base.pt if it is missing: out/sft.pt
 
-What to expect: accuracy rises a little, only because every answer now comes in the form that the verifier reads best.
-The demonstrators have the habits of the corpus: 40% guess, a quarter of those who work it out slip. Imitation cannot
-be better than them; grpo.py can.
+What to expect: held-out accuracy stays at about 0.5. The demonstrations have the corpus' habits (45% answer at once, and
+a quarter of those who work it out slip), so the model keeps them too, now always behind "####"; grpo.py shifts them.
 
 Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 1. Deliberately left out: several
 epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead), chat templates.
 """
 
-import math
 import os
 import random
 import time
@@ -54,18 +51,19 @@ class Config:
     evaluate: int = 512  # held-out problems, sampled before and after
 
 
-def response_mask(prompt_lengths, lengths, width):
-    """1 where the *next* token is one of the response, [B, width] bool: slots prompt_len - 1 .. length - 2. So the
+def predicts_response(prompt_lengths, lengths, width):
+    """Which positions of right-padded rows predict a response token, [B, width] bool: prompt_len - 1 .. length - 2. So the
     last prompt token predicts the first response token, and the last response token but one predicts EOS.
-    prompt_lengths, lengths: [B], prompt and whole row."""
+    prompt_lengths, lengths [B]: of the prompt, of the whole row."""
     column = torch.arange(width)
     return (column >= prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
 
 
-def token_mean(values, mask, tokens=None):
-    """sum(values * mask) / tokens, with `tokens` = mask.sum() unless this is a micro-batch: then the token count of
-    the whole optimizer step, so that the micro-batches' losses (and gradients) add up to the step's, however it is
-    cut. values, mask [B, T] or [N] -> scalar."""
+def token_mean(values, mask=None, tokens=None):
+    """sum(values * mask) / tokens -> scalar. values [B, T] or [N]; mask of the same shape, None: all ones; `tokens` is
+    mask.sum() unless this is a micro-batch: then the token count of the whole optimizer step, so that the micro-batches'
+    losses (and gradients) add up to the step's, however it is cut."""
+    mask = torch.ones_like(values) if mask is None else mask
     return (values * mask).sum() / (mask.sum() if tokens is None else tokens)
 
 
@@ -99,7 +97,7 @@ def main(config):
         run.log(0, accuracy=scores["accuracy"], length=scores["length"])
         run.save(0, model, optimizer)
 
-    tokens, busy = 0, 0.0
+    final, tokens, busy = {}, 0, 0.0
     while step < config.steps:
         began = time.perf_counter()
         # demonstrations of this step; prompt and response are tokenised apart, as they are when sampling
@@ -113,24 +111,24 @@ def main(config):
             raise SystemExit(
                 f"a demonstration of {longest} tokens does not fit the context of {model.config.context} that {init} has"
             )
-        targets = sum(map(len, responses))  # tokens in the loss of this step
+        n_targets = sum(map(len, responses))  # tokens in the loss of this step
 
         # loss: only response tokens go through the head
         total = 0.0
         for rows in common.by_length(list(map(len, texts)), config.micro_batch):
             ids, attention = right_pad([texts[i] for i in rows])  # [b, L]
-            predicts = response_mask(
+            predicts = predicts_response(
                 torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1]
             )  # [b, L]
             ids, predicts = ids.to(config.device), predicts.to(config.device)
             hidden = model.hidden(ids)[predicts]  # [N, C], N response tokens
             logp = token_logprobs(model.lm_head(hidden), ids.roll(-1, dims=1)[predicts])  # [N]
-            loss = token_mean(-logp, torch.ones_like(logp), targets)
+            loss = token_mean(-logp, tokens=n_targets)
             loss.backward()
             total += loss.item()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
-        lr = config.lr * min(1.0, (step + 1) / config.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / config.steps))
+        lr = common.cosine_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -140,12 +138,12 @@ def main(config):
         step += 1
         tokens, busy = tokens + sum(map(len, texts)), busy + time.perf_counter() - began
         if step % config.log_every == 0 or step == config.steps:
-            scores = held_out_scores() if step == config.steps else {}
+            final = held_out_scores() if step == config.steps else {}
             run.log(
                 step,
                 loss=total,
-                accuracy=scores.get("accuracy"),
-                length=scores.get("length"),
+                accuracy=final.get("accuracy"),
+                length=final.get("length"),
                 grad_norm=grad_norm,
                 lr=lr,
                 tokens_per_second=tokens / busy,
@@ -154,7 +152,7 @@ def main(config):
         run.save(step, model, optimizer, config.save_every)
 
     # what it learned
-    scores = held_out_scores()
+    scores = final or held_out_scores()
     print(f"""
 {run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
 {habits(scores)}

@@ -16,7 +16,7 @@ import regex  # installed with tiktoken; like tiktoken's own engine it knows the
 from data.stories import base_document
 from data.tokenizer import MERGES, PATTERN
 
-VOCABULARY = 512  # 256 bytes, 255 merges, <|endoftext|>
+VOCABULARY = 512  # at most: 256 bytes, up to 255 merges, <|endoftext|>
 DOCUMENTS = 20_000
 
 

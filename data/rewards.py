@@ -69,7 +69,7 @@ def format_reward(response, marker=None):
 
     Without `marker`, R1-Zero's template: exactly one <think>...</think>, then exactly one <answer>...</answer>, white
     space alone before, between and after (DeepSeek-R1, arXiv:2501.12948, table 1). With marker="####": the marker
-    once, a number behind it, and the end.
+    once, then one space, a number, and nothing else.
     """
     if marker is not None:
         return float(

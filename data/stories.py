@@ -4,17 +4,17 @@
      -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13
 
 Six things happen, each changes the number of things an animal owns (or not: a nap is a nap), and the question is how
-many it has in the end. Guessing the end at once is hard, because doubling and halving do not commute with adding;
-following the story one event at a time is easy. The corpus (`base_document`) holds three habits, in fixed shares:
+many it has in the end. Saying the end at once is hard, because doubling and halving do not commute with adding;
+following the story one event at a time is easy. The authors of the corpus (`base_document`) have three habits:
 
-    direct   0.45   " #### 13"                                      right, but hard to learn: one token for six steps
-    worked   0.42   " -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13"   right, easy to learn
-    slip     0.13   the same with one miscounted step, carried on to a wrong answer
+    direct   45%   " #### 13"                                        right; to learn it is to do six steps in one token
+    worked   42%   " -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13"     right; one step per token
+    slip     13%   the same with one step miscounted, carried on to a wrong answer
 
-and half of its documents write "Answer:" where the others write "####". So pretraining installs all the habits,
-supervised fine-tuning (`sft_example`: the same habits, always "####") teaches the format, and a reward for the right
-answer alone has something to choose from: it makes worked answers common and slips rare, and answers grow longer
-although nobody rewards length.
+and half of the documents write "Answer:" in place of "####". So pretraining installs all the habits, supervised
+fine-tuning (`sft_example`: the same habits, always "####") teaches the format, and a reward for the right answer alone
+has something to choose from: it makes worked answers common and slips rare, and answers grow longer although nobody
+rewards length.
 
 Everything here is a pure function of a `random.Random`. A story is held out when a checksum of its numbers says so
 (`is_held_out`), so training and evaluation never meet, however many stories either draws.
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from data.rewards import accuracy_reward, format_reward
 
 EVENTS = 6  # things that happen in one story
-MOST = 4  # that one event adds or takes away
-TOP = 20  # nobody ever owns more than this, or less than 1
-HELD_OUT_ONE_IN = 20  # share of all possible stories that no training stage may see
+MAX_CHANGE = 4  # one event adds or takes away at most this
+MAX_OWNED = 20  # nobody ever owns more than this, or less than 1
+HELD_OUT_ONE_IN = 20  # one possible story in this many is for evaluation: no training stage may see it
 DIRECT, WORKED, SLIP = 0.45, 0.42, 0.13  # the habits of the corpus
 
 PLACES = ["The", "Today the", "By the sea, the", "In the old barn, the"]
@@ -75,14 +75,14 @@ def is_held_out(start, events):
 def make_problem(rng, held_out=False):
     """One story drawn with `rng` (random.Random), from the training stories or from the held-out ones."""
     while True:
-        start = total = rng.randint(2, TOP)
+        start = total = rng.randint(2, MAX_OWNED)
         events, totals = [], []
         while len(events) < EVENTS:
             kind = rng.random()
             if kind < 0.35:
-                event = f" It {rng.choice(GAINS)} {rng.randint(1, MOST)}."
+                event = f" It {rng.choice(GAINS)} {rng.randint(1, MAX_CHANGE)}."
             elif kind < 0.70:
-                event = f" It {rng.choice(LOSSES)} {rng.randint(1, MOST)}."
+                event = f" It {rng.choice(LOSSES)} {rng.randint(1, MAX_CHANGE)}."
             elif kind < 0.80:
                 event = DOUBLE
             elif kind < 0.90:
@@ -90,7 +90,7 @@ def make_problem(rng, held_out=False):
             else:
                 event = rng.choice(IDLE)
             after = apply(event, total)
-            if not 1 <= after <= TOP or (event == HALVE and total % 2):
+            if not 1 <= after <= MAX_OWNED or (event == HALVE and total % 2):
                 continue  # nobody gives away the last one, or half a shell: something else happens
             total = after
             events.append(event)
@@ -118,7 +118,7 @@ def slipped_answer(problem, rng, marker="####"):
         where, off = rng.randrange(EVENTS), rng.choice([-2, -1, 1, 2])
         totals, total = [], problem.start
         for i, event in enumerate(problem.events):
-            total = min(max(apply(event, total) + (off if i == where else 0), 1), TOP)
+            total = min(max(apply(event, total) + (off if i == where else 0), 1), MAX_OWNED)
             totals.append(total)
         if total != problem.totals[-1]:
             return worked_answer(problem, marker, totals)

@@ -1,6 +1,6 @@
 """Tokenizers. Every tokenizer in this project is a `tiktoken.Encoding`, whoever made its merges.
 
-`get_tokenizer("stories")` is the embedded one: byte-level BPE with 512 tokens, made by data/make_tokenizer.py from
+`get_tokenizer("stories")` is the embedded one: byte-level BPE with 508 tokens, made by data/make_tokenizer.py from
 the embedded task's corpus and stored in data/stories.tiktoken. Any other name ("gpt2", "r50k_base", "cl100k_base"
 ...) is one of tiktoken's own, which it downloads once.
 """
@@ -13,9 +13,9 @@ import tiktoken
 
 MERGES = Path(__file__).with_name("stories.tiktoken")
 
-# Where BPE may merge: an event sentence, a running total and a word are one piece each, so that frequent
-# ones become one token and one token is one step of the story. Merges never cross a piece. The last line takes whatever
-# is left, one character at a time: any text encodes, and decodes to itself.
+# Merges never cross one of these pieces: an event sentence, a running total, a word. Frequent pieces end up as one token,
+# so that one token is one step of the story. The last line takes whatever is left, one character at a time: any text
+# encodes, and decodes to itself.
 PATTERN = "|".join(
     [
         r" It [^.]{1,40}\.",  # " It finds 3."

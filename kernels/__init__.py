@@ -1,7 +1,7 @@
 """Log-probabilities, entropy and KL of tokens from logits: the hot loop of every loss here.
 
 Plain PyTorch, in float32 (or float64) whatever the logits' dtype. Everywhere: logits [..., V] are divided by
-`temperature`, `vocab_size` is the true vocabulary when the rows are padded beyond it (what lies behind it never
+`temperature`, `vocab_size` is the true vocabulary when the rows are padded beyond it (what lies beyond it never
 enters a softmax), natural logarithms.
 """
 
@@ -54,7 +54,7 @@ def kl_estimate(logp, ref_logp, kind="k3"):
     k2 = d^2 / 2        biased, little noise; as a loss its gradient is the true one of KL(policy || reference)
     k3 = e^-d - 1 + d   unbiased, never negative; as a loss its gradient is that of KL(reference || policy)
 
-    As a loss k1 has zero expected gradient (it never sees the reference): it belongs into the reward. Source: J.
+    As a loss k1 has zero expected gradient (it never sees the reference): it belongs in the reward. Source: J.
     Schulman, "Approximating KL divergence", 2020.
     """
     d = logp - ref_logp

@@ -70,7 +70,7 @@ def test_stories_add_up():
             if event == stories.HALVE:
                 assert total % 2 == 0
             total = stories.apply(event, total)
-            assert total == after and 1 <= total <= stories.TOP
+            assert total == after and 1 <= total <= stories.MAX_OWNED
         assert len(problem.events) == stories.EVENTS and problem.answer == str(total)
         assert f" has {problem.start} " in problem.prompt and problem.prompt.endswith(" How many?")
         assert accuracy_reward(stories.direct_answer(problem), problem.answer) == 1.0
@@ -85,7 +85,7 @@ def test_slips_follow_from_one_mistake():
         totals = [int(t.split()[0]) for t in stories.slipped_answer(problem, rng).split("->")[1:]]
         wrong, before = 0, problem.start
         for event, total in zip(problem.events, totals):
-            wrong += total != min(max(stories.apply(event, before), 1), stories.TOP)
+            wrong += total != min(max(stories.apply(event, before), 1), stories.MAX_OWNED)
             before = total
         assert wrong == 1
 

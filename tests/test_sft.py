@@ -12,7 +12,7 @@ from kernels import token_logprobs
 def test_mask_covers_first_response_token_and_eos_and_never_the_prompt():
     prompts, responses = [[1, 2, 3], [4]], [[5, 6, 0], [7, 8, 9, 0]]
     ids, attention = gpt.right_pad([p + r for p, r in zip(prompts, responses)])
-    mask = sft.response_mask(torch.tensor([3, 1]), attention.sum(1), ids.shape[1])
+    mask = sft.predicts_response(torch.tensor([3, 1]), attention.sum(1), ids.shape[1])
     assert [row[m].tolist() for row, m in zip(ids.roll(-1, 1), mask)] == responses  # what the marked slots predict
     assert mask[:, -1].eq(False).all()  # the last column predicts nothing
 
@@ -33,9 +33,9 @@ def test_any_split_gives_the_same_gradient(tiny_model, split):
         tiny_model.zero_grad()
         for rows in parts:
             ids, attention = gpt.right_pad([prompts[i] + responses[i] for i in rows])
-            mask = sft.response_mask(torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1])
+            mask = sft.predicts_response(torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1])
             logp = token_logprobs(tiny_model.lm_head(tiny_model.hidden(ids)[mask]), ids.roll(-1, 1)[mask])
-            sft.token_mean(-logp, torch.ones_like(logp), sum(map(len, responses))).backward()
+            sft.token_mean(-logp, tokens=sum(map(len, responses))).backward()
         return torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
 
     whole = gradient([list(range(8))])
