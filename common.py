@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -70,16 +71,15 @@ def parse(Config, doc, argv=None):
         raise SystemExit(2)
 
     parser.error = error
-    config = Config(**vars(parser.parse_args(argv)))
+    values = vars(parser.parse_args(argv))
     try:
+        config = Config(**values)
         for field in dataclasses.fields(Config):  # a number whose default is positive has to be positive
             value = getattr(config, field.name)
             if type(field.default) in (int, float) and field.default > 0 and not value > 0:
                 raise ValueError(f"--{field.name.replace('_', '-')} {value}: must be above 0")
         config.device = pick_device(config.device)
         get_tokenizer(config.tokenizer)
-        if hasattr(config, "check"):
-            config.check()
     except ValueError as problem:
         error(str(problem))
     return config
@@ -119,6 +119,12 @@ def cosine_lr(step, config):
     return config.lr * min(1.0, (step + 1) / config.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / config.steps))
 
 
+def file_checksum(path):
+    """The beginning of a file's SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()[:16]
+
+
 def load_checkpoint(path, tokenizer=None):
     """The dictionary in `path`, or one line on stderr and exit code 1: missing, truncated, or of another tokenizer."""
     try:
@@ -128,7 +134,7 @@ def load_checkpoint(path, tokenizer=None):
         sys.exit(f"{path} does not exist")
     except Exception as problem:  # a truncated file raises whatever its first missing byte leads to
         reason = (str(problem).splitlines() or [type(problem).__name__])[0][:100]
-        sys.exit(f"{path} is not a complete checkpoint of this project ({reason}): delete it and make it again")
+        sys.exit(f"{path} is not a complete checkpoint of this project: {reason}")
     if tokenizer is not None and checkpoint["tokenizer"] != fingerprint(tokenizer):
         sys.exit(f"{path} ({kind}) speaks tokenizer {checkpoint['tokenizer']}, this run {fingerprint(tokenizer)}")
     return checkpoint
@@ -140,13 +146,17 @@ def make_if_missing(script, path, config):
     checkpoint = load_checkpoint(path) if os.path.exists(path) else None
     if checkpoint and checkpoint["step"] >= checkpoint["steps"]:
         return
-    command = [f"{script}.py", "--out", config.out, "--device", config.device, "--seed", str(config.seed)]
-    command += ["--tokenizer", config.tokenizer] if config.tokenizer != "stories" else []
-    if checkpoint:
-        command += ["--resume", "--seed", str(checkpoint["config"]["seed"]), "--steps", str(checkpoint["steps"])]
+    settings = checkpoint["config"] if checkpoint else {"seed": config.seed, "tokenizer": config.tokenizer}
+    command = [f"{script}.py"]
+    for name, value in {**settings, "out": config.out, "device": config.device, "resume": bool(checkpoint)}.items():
+        flag = "--" + name.replace("_", "-")
+        if value not in (None, "", False, "stories"):
+            command += [flag] if value is True else [flag, str(value)]
     why = f"stopped at step {checkpoint['step']} of {checkpoint['steps']}" if checkpoint else "is missing"
-    print(f"{path} {why}: running python {' '.join(command)}\n", flush=True)
+    print(f"{path} {why}: running {shlex.join(['python', *command])}\n", flush=True)
+    handler = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the stage that runs: it saves and stops
     code = subprocess.run([sys.executable, Path(__file__).with_name(command[0]), *command[1:]]).returncode
+    signal.signal(signal.SIGINT, handler)
     if code:
         sys.exit(code)
     print(flush=True)
@@ -154,39 +164,48 @@ def make_if_missing(script, path, config):
 
 class Run:
     """One run of a script: its files, its clock, its Ctrl-C. Without --resume an earlier run's files are kept as
-    *.previous."""
+    *.previous. `init` is the checkpoint that it started from, which has to be the same when it resumes."""
 
-    def __init__(self, script, config, tokenizer, columns):
-        self.script, self.config, self.tokenizer, self.columns = script, config, fingerprint(tokenizer), columns.split()
+    def __init__(self, script, config, tokenizer, columns, init=None):
+        self.script, self.config, self.tokenizer = script, config, fingerprint(tokenizer)
+        self.columns, self.init = columns.split(), init and file_checksum(init)
         self.path, self.folder = Path(config.out, f"{script}.pt"), Path(config.out, script)
         self.step, self.seconds, self.lines, self.interrupted, self.checkpoint = 0, 0.0, 0, False, None
+        if init and os.path.exists(self.path) and os.path.samefile(init, self.path):
+            sys.exit(f"--init {init}: this run would overwrite it; copy it first, or use another --out")
         if config.resume:
             self.checkpoint = load_checkpoint(self.path, tokenizer)
             for name, value in self.checkpoint["config"].items():
                 now = getattr(config, name, None)
-                if now != value and name not in ("out", "device", "resume", "steps"):
+                if now != value and name not in ("out", "device", "resume", "steps", "lr", "init"):
                     flag = "--" + name.replace("_", "-")
-                    sys.exit(
-                        f"{self.path} was made with {flag} {value}, not {now}: resume with that, or start without --resume"
-                    )
+                    sys.exit(f"{self.path} was made with {flag} {value}, not {now}: resume with that or start anew")
+            if self.init != self.checkpoint["init"]:
+                sys.exit(f"{init} is not what {self.path} was started from: it has changed since, or --init is another")
             self.step, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
             print(f"resuming {self.path} at step {self.step} of {config.steps}")
-        else:
-            for path in (self.path, self.folder):
-                if path.exists():
-                    kept = path.with_name(f"{path.stem}.previous{path.suffix}")
-                    shutil.rmtree(kept, ignore_errors=True)
-                    os.replace(path, kept)
-                    print(f"{path} exists: kept as {kept}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._cut("metrics.jsonl", lambda line: json.loads(line)["step"] <= self.step)
-        self._cut(
-            "samples.md", lambda line: int(re.search(r"\d+", line.partition("## Step")[2] or "0")[0]) <= self.step
-        )
-        torch.manual_seed(seed_of(config.seed))
+        try:
+            if not config.resume:
+                self._keep_previous()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._cut("metrics.jsonl", lambda line: json.loads(line)["step"] <= self.step)
+            self._cut("samples.md", lambda line: not line.startswith("## Step ") or int(line.split()[2]) <= self.step)
+        except OSError as problem:
+            sys.exit(f"--out {config.out}: {problem.strerror} ({problem.filename})")
         signal.signal(signal.SIGINT, self._interrupt)
         self.clock = self.first = time.perf_counter()
         self.first_step = self.step
+
+    def _keep_previous(self):
+        """Renames the files of an earlier run, unless it stopped before its first step: those are overwritten."""
+        log = self.folder / "metrics.jsonl"
+        started = not self.folder.exists() or (log.exists() and len(log.read_text(encoding="utf-8").splitlines()) > 1)
+        for path in (self.path, self.folder) if started else ():
+            if path.exists():
+                kept = path.with_name(f"{path.stem}.previous{path.suffix}")
+                shutil.rmtree(kept, ignore_errors=True)
+                os.replace(path, kept)
+                print(f"{path} exists: kept as {kept}")
 
     def _cut(self, name, keep):
         """Drops what an interrupted run wrote after its last checkpoint: it is about to be written again."""
@@ -197,7 +216,7 @@ class Run:
                 try:
                     if not keep(line):
                         break
-                except ValueError:  # half a line, written when the power went
+                except (ValueError, IndexError, KeyError):  # half a line, written when the power went
                     break
                 kept.append(line)
             path.write_text("".join(kept), encoding="utf-8")
@@ -228,13 +247,7 @@ class Run:
             else math.nan
         )
         record = {"step": step, "seconds": round(self.seconds + now - self.clock, 3), **metrics}
-        try:
-            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as problem:
-            sys.exit(
-                f"{self.folder / 'metrics.jsonl'}: {problem.strerror}; the last checkpoint is {self.path}, step {self.step}"
-            )
+        self._append("metrics.jsonl", json.dumps(record) + "\n")
         if self.lines % 20 == 0:
             print(f"{'step':>9}" + "".join(f"{COLUMNS[k][0]:>9}" for k in self.columns) + f"{'left':>8}")
         self.lines += 1
@@ -244,16 +257,25 @@ class Run:
 
     def sample(self, step, text):
         """Appends a section to samples.md."""
-        with open(self.folder / "samples.md", "a", encoding="utf-8") as file:
-            file.write(f"## Step {step}\n\n{text}\n\n")
+        self._append("samples.md", f"## Step {step}\n\n{text}\n\n")
+
+    def _append(self, name, text):
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as problem:
+            sys.exit(f"{self.folder / name}: {problem.strerror}. {self._holds()}")
+
+    def _holds(self):
+        return f"{self.path} holds step {self.step}" if self.path.exists() else "No step is saved yet"
 
     def require_finite(self, step, **values):
         """Stops the run before a NaN or an infinity can reach the weights."""
         for name, value in values.items():
             if not math.isfinite(value):
                 sys.exit(
-                    f"step {step}: {name} is {value}; this step's batch follows from --seed {self.config.seed}. Nothing was overwritten: "
-                    f"{self.path} holds step {self.step}. A smaller --lr may help; --resume repeats the step."
+                    f"step {step}: {name} is {value}; its batch follows from --seed {self.config.seed}. Nothing was "
+                    f"overwritten. {self._holds()}: --resume with a smaller --lr, or start anew"
                 )
 
     def save(self, step, model, optimizer, every=1):
@@ -265,7 +287,7 @@ class Run:
         self.seconds, self.clock = self.seconds + now - self.clock, now
         checkpoint = {
             "script": self.script, "step": step, "steps": self.config.steps, "seconds": self.seconds, "config": dataclasses.asdict(self.config),
-            "model_config": dataclasses.asdict(model.config), "tokenizer": self.tokenizer, "model": model.state_dict(),
+            "model_config": dataclasses.asdict(model.config), "tokenizer": self.tokenizer, "init": self.init, "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
         }  # fmt: skip
         temporary = self.path.with_name(self.path.name + ".tmp")
@@ -282,14 +304,12 @@ class Run:
                 or getattr(problem.__context__, "strerror", None)
                 or str(problem).splitlines()[0]
             )
-            sys.exit(
-                f"could not save {self.path} at step {step}: {reason}. The file still holds step {self.step}: make room, then --resume"
-            )
+            sys.exit(f"could not save {self.path} at step {step}: {reason}. {self._holds()}: make room, then --resume")
         self.step = step
         if self.interrupted:
-            print(
-                f"stopped; {self.path} holds step {step} of {self.config.steps}. Go on with: python {self.script}.py --resume"
-            )
+            flags = [flag for flag in sys.argv[1:] if flag != "--resume"]
+            command = shlex.join(["python", os.path.basename(sys.argv[0]), *flags, "--resume"])
+            print(f"stopped; {self.path} holds step {step} of {self.config.steps}. Go on with: {command}")
             raise SystemExit(130)
 
     def metrics(self):

@@ -138,9 +138,15 @@ class Rollout:
 
     def texts(self, tokenizer):
         """The responses as strings, without EOS."""
+
+        def decode(tokens):
+            try:
+                return tokenizer.decode([token for token in tokens if token != tokenizer.eot_token])
+            except KeyError:  # an id that the encoding leaves unused: only an untrained model says it
+                return "\ufffd"
+
         lengths = self.mask.sum(1).tolist()
-        rows = [row[:n] for row, n in zip(self.ids[:, self.prompt_len :].tolist(), lengths)]
-        return [tokenizer.decode([token for token in row if token != tokenizer.eot_token]) for row in rows]
+        return [decode(row[:n]) for row, n in zip(self.ids[:, self.prompt_len :].tolist(), lengths)]
 
     def select(self, rows):
         """Some rows as a Rollout of their own."""
@@ -152,13 +158,14 @@ class Rollout:
     def cat(rollouts):
         """Several Rollouts as one, padded to the longest prompt and the longest response."""
         P, T = max(r.prompt_len for r in rollouts), max(r.mask.shape[1] for r in rollouts)
-        wide = lambda r, x: F.pad(x, (P - r.prompt_len, T - r.mask.shape[1]))  # noqa: E731
-        slots = lambda r, x: F.pad(x, (0, T - r.mask.shape[1]))  # noqa: E731
-        parts = [
-            (wide(r, r.ids), wide(r, r.positions), wide(r, r.attention_mask), slots(r, r.mask), slots(r, r.logp))
-            for r in rollouts
-        ]
-        return Rollout(*map(torch.cat, zip(*parts)), P)
+        columns = {}
+        for name in ("ids", "positions", "attention_mask", "mask", "logp"):
+            padded = []
+            for r in rollouts:
+                left = P - r.prompt_len if name in ("ids", "positions", "attention_mask") else 0
+                padded.append(F.pad(getattr(r, name), (left, T - r.mask.shape[1])))
+            columns[name] = torch.cat(padded)
+        return Rollout(**columns, prompt_len=P)
 
 
 class GPT(nn.Module):
@@ -256,9 +263,10 @@ class GPT(nn.Module):
         slot, so that the live ones stay the first n rows of the cache and the others cost nothing.
         """
         device, B = self.wte.weight.device, len(prompts)
-        if B == 0 or max_new_tokens < 1 or temperature < 0:
+        if B == 0 or max_new_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
             raise ValueError(
-                f"needs prompts ({B}), max_new_tokens >= 1 ({max_new_tokens}) and temperature >= 0 ({temperature})"
+                f"needs prompts ({B} given), max_new_tokens >= 1 ({max_new_tokens}), temperature >= 0 ({temperature}), "
+                f"top_k >= 1 or None ({top_k})"
             )
         P, shortest = max(map(len, prompts)), min(map(len, prompts))
         if shortest == 0 or P + max_new_tokens > self.config.context:
@@ -291,6 +299,8 @@ class GPT(nn.Module):
             token, token_logp = _sample(logits, temperature, top_k, generator)  # [n], [n]
             ids[rows, P + t] = token
             logp[rows, t] = token_logp
+            if t + 1 == max_new_tokens:
+                break
             if eos is not None and (
                 device.type == "cpu" or t % 16 == 15
             ):  # to ask a GPU who has finished is to wait for it
@@ -305,9 +315,8 @@ class GPT(nn.Module):
                         per_slot[free] = per_slot[movers]
                     rows, token = rows[:n], token[:n]
                     prompt_length, live_attention = prompt_length[:n], live_attention[:n]
-            if t + 1 < max_new_tokens:
-                seen = live_attention[:, : P + t + 1] if padded else None
-                logits = self.lm_head(self.hidden(token[:, None], (prompt_length + t)[:, None], seen, cache)[:, 0])
+            seen = live_attention[:, : P + t + 1] if padded else None
+            logits = self.lm_head(self.hidden(token[:, None], (prompt_length + t)[:, None], seen, cache)[:, 0])
         # 3. The mask, from positions: everything up to and including the first EOS
         response = ids[:, P:]
         ends = response == (-1 if eos is None else eos)
@@ -329,11 +338,15 @@ def _sample(logits, temperature, top_k, generator):
         if top_k is not None and top_k < probs.shape[-1]:
             probs = probs.masked_fill(log_probs < log_probs.topk(top_k).values[:, -1:], 0.0)
         # Inverse-CDF sampling: one random number u in (0, 1] for each row picks the first token whose
-        # cumulative probability reaches it. A token of probability 0 does not raise the sum, so it is never the first.
+        # cumulative probability reaches it. A token of probability 0 does not raise the sum: on a CPU it is never the
+        # first, on a GPU up to the rounding of its parallel sum.
         # (torch.multinomial draws V numbers a row, which is as slow as a layer of the model.)
         cumulative = probs.cumsum(-1)
         u = 1 - torch.rand(len(probs), 1, device=probs.device, generator=generator)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:])[:, 0]
+        token = token.clamp(
+            max=probs.shape[-1] - 1
+        )  # NaN logits end up behind the last token: let the loss report them
     return token, log_probs.gather(-1, token[:, None])[:, 0]
 
 
@@ -373,7 +386,7 @@ class Config:
     evaluate: int = 512  # held-out problems, sampled before and after
     max_new_tokens: int = 16  # longest sampled response
 
-    def check(self):
+    def __post_init__(self):
         if self.n_embd % self.n_head:
             raise ValueError(f"--n-embd {self.n_embd}: must be a multiple of --n-head {self.n_head}")
 
@@ -381,13 +394,14 @@ class Config:
 def main(config):
     # data and model
     tokenizer = get_tokenizer(config.tokenizer)
-    run = common.Run("base", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second")
     model_config = GPTConfig(tokenizer.n_vocab, config.context, config.n_layer, config.n_head, config.n_embd)
+    torch.manual_seed(common.seed_of(config.seed))  # of the initial weights
     model = GPT(model_config).to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    step = run.restore(model, optimizer)
     held_out = stories.held_out_problems(config.evaluate)
     require_room(model, tokenizer, held_out, config.max_new_tokens)
+    run = common.Run("base", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second")
+    step = run.restore(model, optimizer)
 
     def held_out_scores():
         return evaluate(

@@ -17,8 +17,8 @@ What to expect (defaults, two CPU cores): about 80 seconds after the SFT model i
 it out is the one that gets answers right, so it takes over. pass@64 is 1 before and after: the right answers were
 there to be found, RL makes them likely.
 
-What to look at: `zero-var` is the share of groups whose rewards are all equal; they carry no signal, and there are
-more of them as the policy gets better. `kl` is KL(policy || reference) in nats per response (the k3 estimate: never
+What to look at: `zero-var` is the share of groups whose answers are all right or all wrong; they say nothing about what
+is better, and there are more of them as the policy gets better. `kl` is KL(policy || reference) in nats per response (the k3 estimate: never
 negative), how far the policy has moved; it is shown when beta > 0. The value of the loss says nothing: on the first
 update after a rollout it is a mean of advantages, zero or nearly so, with a gradient that is not.
 
@@ -47,7 +47,8 @@ from gpt import GPT, GPTConfig, Rollout
 from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
 
 # The variants as settings of the same switches; a flag given on the command line overrides its entry. GSPO's ratio is a
-# mean over the response and hardly leaves 1, hence its tiny range. CISPO's clip_low=1 means no lower bound. "constant"
+# mean over the response and hardly leaves 1, hence its tiny range. CISPO's clip_low=1 means no lower bound, its
+# clip_high is our choice. RLOO's paper makes one REINFORCE step, without ratio or clip: --minibatches 1. "constant"
 # divides by B * max_new_tokens, so a token weighs the same in a short answer and in a long one.
 VARIANTS = {
     "grpo": dict(baseline="mean", scale="std", ratio="token", surrogate="clip", clip_low=0.2, clip_high=0.2,
@@ -103,11 +104,11 @@ class Config:
     log_every: int = 5  # steps between two lines
     save_every: int = 10  # steps between two checkpoints
 
-    def check(self):
+    def __post_init__(self):
         for name, value in {"dynamic_sampling": False, "overlong_buffer": 0, **VARIANTS[self.variant]}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.group_size == 1 and (self.scale == "std" or self.baseline == "leave_one_out"):
+        if self.group_size == 1:
             raise ValueError("--group-size 1: a group of one has no std and no others to compare with; use at least 2")
         for flag in ("beta", "clip_low", "clip_high"):
             if not getattr(self, flag) >= 0:
@@ -149,7 +150,8 @@ def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
     if scale == "std":
         advantages = advantages / (std + eps)
     elif scale == "batch":
-        advantages = advantages / (rewards[scored].std(correction=ddof) + eps)
+        spread = rewards[scored].std(correction=ddof) if scored.sum() > ddof else 0.0
+        advantages = advantages / (spread + eps)
     return advantages
 
 
@@ -254,12 +256,12 @@ def rollout_logprobs(model, rollout, micro_batches, temperature):
 
 def sample_groups(policy, tokenizer, config, step):
     """The rollout of one step: G responses to each of P training problems -> (rollout of P * G rows, rewards [P, G],
-    share of groups whose rewards are all equal). Dynamic sampling (DAPO, section 3.2) drops those groups and samples
+    {"reward": mean, "zero_variance": share of groups whose rewards are all equal} of all that was sampled). Dynamic sampling (DAPO, section 3.2) drops those groups and samples
     more problems, in at most four rounds, so that fewer than P groups, even none, may be left."""
     P, G = config.prompts, config.group_size
     rng = random.Random(common.seed_of("problems", config.seed, step))
     generator = common.generator(config.device, "sampling", config.seed, step)
-    rollouts, rewards, all_equal = [], [], []
+    rollouts, rewards, means, all_equal = [], [], [], []
     for _ in range(4 if config.dynamic_sampling else 1):
         problems = [stories.make_problem(rng) for _ in range(P)]
         prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems for _ in range(G)]
@@ -268,36 +270,37 @@ def sample_groups(policy, tokenizer, config, step):
         )
         scores = [accuracy_reward(text, problems[i // G].answer) for i, text in enumerate(rollout.texts(tokenizer))]
         reward = torch.tensor(scores, device=config.device).view(P, G)
+        means.append(reward.mean())
         all_equal.append(reward.amax(1) == reward.amin(1))  # [P]
         keep = ~all_equal[-1] if config.dynamic_sampling else torch.ones_like(all_equal[-1])
         rollouts.append(rollout.select(keep.repeat_interleave(G)))
         rewards.append(reward[keep])
         if sum(map(len, rewards)) >= P:
             break
-    zero_variance = torch.cat(all_equal).float().mean().item()
-    return Rollout.cat(rollouts).select(slice(P * G)), torch.cat(rewards)[:P], zero_variance
+    summary = {"reward": torch.stack(means).mean().item(), "zero_variance": torch.cat(all_equal).float().mean().item()}
+    return Rollout.cat(rollouts).select(slice(P * G)), torch.cat(rewards)[:P], summary
 
 
 def main(config):
     # 0. The policy, and a frozen copy of it as the reference if the KL counts
     tokenizer = get_tokenizer(config.tokenizer)
     init = config.init or os.path.join(config.out, "sft.pt")
-    if not config.init:
+    if not config.init and not config.resume:
         common.make_if_missing("sft", init, config)
     checkpoint = common.load_checkpoint(init, tokenizer)
-    columns = "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second"
-    run = common.Run("grpo", config, tokenizer, columns)
     policy = GPT(GPTConfig(**checkpoint["model_config"]))
     policy.load_state_dict(checkpoint["model"])
     policy.to(config.device)
     reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    held_out = stories.held_out_problems(config.evaluate)
+    training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
+    require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
+    columns = "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second"
+    run = common.Run("grpo", config, tokenizer, columns, init)
     start = run.restore(policy, optimizer)
     switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
     print(f"GRPO from {init}, variant {config.variant}: " + ", ".join(f"{k} {v}" for k, v in switches.items()))
-
-    held_out = stories.held_out_problems(config.evaluate)
-    require_room(policy, tokenizer, held_out, config.max_new_tokens)
 
     def held_out_scores(step, samples):
         generator = common.generator(config.device, "held out", config.seed)
@@ -320,7 +323,7 @@ def main(config):
     for step in range(start + 1, config.steps + 1):
         # 1. Rollout
         began = time.perf_counter()
-        rollout, rewards, zero_variance = sample_groups(policy, tokenizer, config, step)  # B = P * G rows, [P, G]
+        rollout, rewards, summary = sample_groups(policy, tokenizer, config, step)  # B = P * G rows, [P, G]
         P, G = rewards.shape
         mask, lengths = rollout.mask, rollout.mask.sum(1)  # [B, T], [B]
 
@@ -359,7 +362,7 @@ def main(config):
             for rows in minibatch:
                 logits, targets = response_logits(policy, rollout, rows)  # [N, V], [N]
                 logp, entropy = token_logprobs_and_entropy(logits, targets, config.temperature)  # [N], [N]
-                logp = to_slots(logp, mask[rows])  # [b, T]
+                logp, entropy = to_slots(logp, mask[rows]), entropy.detach()  # [b, T]; the entropy is only looked at
                 exact_kl = None
                 if config.kl == "exact" and reference:
                     with torch.no_grad():
@@ -383,10 +386,9 @@ def main(config):
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-        stats = {name: value / max(1, config.epochs * len(minibatches)) for name, value in stats.items()}
-        stats["kl"] = (
-            stats["kl"] * lengths.float().mean().item() if reference else None
-        )  # nats per token -> per response
+        updates = config.epochs * len(minibatches)  # 0 if dynamic sampling found no group to learn from
+        stats = {name: value / updates for name, value in stats.items()} if updates else {}
+        stats["kl"] = stats["kl"] * lengths.float().mean().item() if reference and updates else None  # per response
         tokens, busy = tokens + int(tokens_of.sum()), busy + time.perf_counter() - began
 
         # 6. Log and checkpoint
@@ -394,21 +396,21 @@ def main(config):
         if measure or last or step % config.log_every == 0:
             scores = held_out_scores(step, config.pass_k if last else 1) if measure or last else {}
             run.log(
-                step, reward=rewards.mean().item(), accuracy=scores.get("accuracy"), length=lengths.float().mean().item(),
-                zero_variance=zero_variance, lr=lr, tokens_per_second=tokens / busy, held_out_length=scores.get("length"),
+                step, **summary, accuracy=scores.get("accuracy"), length=lengths.float().mean().item(), lr=lr, tokens_per_second=tokens / busy, held_out_length=scores.get("length"),
                 **stats, **scores.get("pass_at_k", {}),
             )  # fmt: skip
             tokens, busy = 0, 0.0
         run.save(step, policy, optimizer, config.save_every)
 
     # 7. What happened
-    first, last = run.metrics()[0], run.metrics()[-1]
+    measured = [line for line in run.metrics() if "accuracy" in line]
+    first, last = measured[0], {"held_out_length": measured[0]["length"], **measured[-1]}
     k = max((key for key in first if key.startswith("pass@")), key=lambda key: int(key[5:]))
     unpaid = "" if config.overlong_buffer else "; nobody rewarded length"
     print(f"""
 {config.variant}: {config.steps} steps of {config.prompts} x {config.group_size} responses in {last["seconds"]:.0f} seconds, on {len(held_out)} held-out problems:
   accuracy (pass@1)  {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}   a single sample at temperature 1
-  {k:<17}  {first[k]:.3f} -> {last[k]:.3f}   at least one right of {k[5:]} samples: what the model could do all along
+  {k:<17}  {first[k]:.3f} -> {last.get(k, float("nan")):.3f}   at least one right of {k[5:]} samples: what the model could do all along
   response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}
   {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
 next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.out, "dr_grpo")}""")

@@ -71,17 +71,17 @@ def main(config):
     # data and model
     tokenizer = get_tokenizer(config.tokenizer)
     init = config.init or os.path.join(config.out, "base.pt")
-    if not config.init:
+    if not config.init and not config.resume:
         common.make_if_missing("gpt", init, config)
     checkpoint = common.load_checkpoint(init, tokenizer)
-    run = common.Run("sft", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second")
     model = GPT(GPTConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     model.to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    step = run.restore(model, optimizer)
     held_out = stories.held_out_problems(config.evaluate)
     require_room(model, tokenizer, held_out, config.max_new_tokens)
+    run = common.Run("sft", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second", init)
+    step = run.restore(model, optimizer)
 
     def held_out_scores():
         return evaluate(

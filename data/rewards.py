@@ -42,7 +42,9 @@ def extract_answer(text):
     answer: nothing else is tried.
     """
     if "\\boxed" in text:
-        return last_boxed(text)
+        inside = last_boxed(text)
+        number = re.fullmatch(rf"(?:\\?\$)?\s*([-+]?{_NUMBER})\s*(?:\\?%)?", inside or "")
+        return number.group(1).replace(",", "").lstrip("+") if number else inside
     if "####" in text:
         number = re.match(rf"\s*\$?\s*([-+]?{_NUMBER})", text.rsplit("####", 1)[1])
         return number.group(1).replace(",", "").lstrip("+") if number else None

@@ -50,5 +50,11 @@ def get_tokenizer(name="stories"):
 
 def fingerprint(tokenizer):
     """Name and checksum of a vocabulary, kept in checkpoints: a model speaks only the tokenizer it was trained with."""
-    tokens = hashlib.sha256(b"".join(len(t).to_bytes(4, "big") + t for t in tokenizer.token_byte_values()))
+    tokens = hashlib.sha256()
+    for token in range(tokenizer.n_vocab):
+        try:
+            tokens.update(tokenizer.decode_single_token_bytes(token))
+        except KeyError:  # some encodings leave ids unused
+            pass
+        tokens.update(b" %d " % token)
     return f"{tokenizer.name}:{tokenizer.n_vocab}:{tokens.hexdigest()[:12]}"

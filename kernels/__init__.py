@@ -47,8 +47,8 @@ def token_logprobs_and_entropy(logits, targets, temperature=1.0, vocab_size=None
 
 
 def kl_estimate(logp, ref_logp, kind="k3"):
-    """Estimates of KL(policy || reference) from tokens that the policy sampled, with d = logp - ref_logp. Any shape
-    in, the same out.
+    """Estimates of KL(policy || reference) from tokens that this very policy sampled, with d = logp - ref_logp. Any
+    shape in, the same out.
 
     k1 = d              unbiased, often negative, noisy
     k2 = d^2 / 2        biased, little noise; as a loss its gradient is the true one of KL(policy || reference)
@@ -72,7 +72,7 @@ def token_kl(logits, ref_logits, temperature=1.0, vocab_size=None):
     -> [...].
 
     p_v = 0 contributes 0; p_v > 0 where q_v = 0 is infinite. The gradient reaches the policy's logits: p_v (log
-    p_v/q_v - KL).
+    p_v/q_v - KL) / temperature.
     """
     log_p = _log_softmax(logits, temperature, vocab_size)
     log_q = _log_softmax(ref_logits, temperature, vocab_size)

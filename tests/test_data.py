@@ -59,6 +59,10 @@ def test_named_encodings_and_unknown_names():
         special_tokens={"<|endoftext|>": 256},
     )
     assert fingerprint(other) != fingerprint(TOKENIZER)
+    ranks = {bytes([b]): b for b in range(256)}
+    ranks[b"a"], ranks[b"b"] = ranks[b"b"], ranks[b"a"]  # the same tokens, two ids swapped
+    swapped = tiktoken.Encoding("stories", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    assert fingerprint(swapped) != fingerprint(other)
 
 
 def test_stories_add_up():
@@ -126,7 +130,7 @@ def test_same_seed_same_stories():
     "text, answer",
     [
         (" -> 3 -> 4 #### 4", "4"), ("#### 1,234", "1234"), ("#### -5", "-5"), ("#### $18", "18"), ("####", None), ("12 #### ", None), ("#### 4 #### 5", "5"),
-        (r"\boxed{7} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"3 so \boxed{4", None), ("<think>9</think><answer> 3 </answer>", "3"),
+        (r"\boxed{7} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"3 so \boxed{4", None), (r"\boxed{1,234}", "1234"), (r"\boxed{\$5}", "5"), (r"\boxed{x+1}", "x+1"), ("<think>9</think><answer> 3 </answer>", "3"),
         ("<answer>yes</answer> 4", "yes"), ("<answer>5", None), ("so it is -3.50.", "-3.50"), ("1,2345", "2345"), ("v2", "2"), ("", None), ("2-5", "5"), ("(-5)", "-5"),
     ],
 )  # fmt: skip
