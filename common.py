@@ -240,6 +240,7 @@ class Run:
         """Appends a line to metrics.jsonl and prints its columns with the time left; NaN and None mean that it does
         not apply."""
         now = time.perf_counter()
+        self.first = now if step == self.first_step else self.first  # what came before the first step tells nothing of the rest
         metrics = {k: v for k, v in metrics.items() if v is not None and not math.isnan(v)}
         left = (
             (now - self.first) / max(step - self.first_step, 1) * (self.config.steps - step)
