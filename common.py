@@ -223,7 +223,7 @@ class Run:
 
     def _interrupt(self, *_):
         if self.interrupted:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
+            sys.exit(f"stopped at once. {self._holds()}: --resume goes on from there")
         self.interrupted = True
         print("\nCtrl-C: finishing this step, then saving (once more to stop at once)", flush=True)
 
@@ -240,7 +240,9 @@ class Run:
         """Appends a line to metrics.jsonl and prints its columns with the time left; NaN and None mean that it does
         not apply."""
         now = time.perf_counter()
-        self.first = now if step == self.first_step else self.first  # what came before the first step tells nothing of the rest
+        self.first = (
+            now if step == self.first_step else self.first
+        )  # what came before the first step tells nothing of the rest
         metrics = {k: v for k, v in metrics.items() if v is not None and not math.isnan(v)}
         left = (
             (now - self.first) / max(step - self.first_step, 1) * (self.config.steps - step)

@@ -138,6 +138,7 @@ def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
         raise ValueError(f"unknown baseline {baseline!r} or scale {scale!r}")
     if rewards.shape[1] == 1 and (scale == "std" or baseline == "leave_one_out"):
         raise ValueError("a group of one has no std and no others to compare with: group_size must be at least 2")
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     scored = ~rewards.isnan()  # [P, G]
     n = scored.sum(1, keepdim=True)  # [P, 1], G unless some are NaN
     highest = rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
@@ -333,7 +334,8 @@ def main(config):
         minibatches = []
         for i in range(min(config.minibatches, P)):
             rows = (order[i :: config.minibatches, None] * G + torch.arange(G)).view(-1)
-            minibatches.append(rows[tokens_of[rows].argsort(stable=True)].split(config.micro_batch))
+            rows = rows[tokens_of[rows].argsort(stable=True)].to(config.device)
+            minibatches.append(rows.split(config.micro_batch))
         micro_batches = [rows for minibatch in minibatches for rows in minibatch]
 
         # 3. Log-probabilities [B, T] under the reference, and under the policy as it is now. rollout.logp would do for

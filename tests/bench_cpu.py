@@ -63,6 +63,7 @@ def hf_gpt2(model):
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     config = transformers.GPT2Config(vocab_size=V, n_positions=CONTEXT, n_embd=C, n_layer=L, n_head=H, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
                                      bos_token_id=EOS, eos_token_id=EOS, pad_token_id=EOS)  # fmt: skip
     hf = transformers.GPT2LMHeadModel(config)

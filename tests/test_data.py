@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import tiktoken
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +167,41 @@ def test_pass_at_k_by_counting(nck):
 def test_pass_at_k_refuses_what_it_cannot_know(n, c, k):
     with pytest.raises(ValueError):
         pass_at_k(n, c, k)
+
+
+def test_evaluation_counts_right():
+    """A model that works out two of three samples, and is right in them only."""
+    from data.evaluation import evaluate, require_room
+
+    problems, calls = stories.held_out_problems(4), []
+
+    class Rollout:
+        def __init__(self, n):
+            self.mask = torch.ones(n, 9, dtype=torch.long)
+            self.mask[2::3, 3:] = 0  # every third answer is direct: 3 tokens
+
+        def texts(self, tokenizer):
+            texts = []
+            for i in range(len(self.mask)):
+                problem = problems[i // 3]
+                wrong = str(int(problem.answer) + 1)
+                texts.append(f" #### {wrong}" if i % 3 == 2 else stories.worked_answer(problem))
+            return texts
+
+    class Model:
+        def generate(self, prompts, max_new_tokens, temperature, eos, generator):
+            assert temperature == 1.0 and eos == TOKENIZER.eot_token
+            calls.append(prompts)
+            return Rollout(len(prompts))
+
+    scores = evaluate(Model(), TOKENIZER, problems, 16, samples=3)
+    assert calls[0] == [TOKENIZER.encode_ordinary(p.prompt) for p in problems for _ in range(3)]
+    assert scores["accuracy"] == scores["worked"] == pytest.approx(2 / 3) and scores["length"] == pytest.approx(7)
+    assert scores["worked_accuracy"] == 1.0 and scores["direct_accuracy"] == 0.0
+    assert scores["pass_at_k"] == {"pass@1": pytest.approx(2 / 3)}
+    Model.config = type("Config", (), {"context": 20})
+    with pytest.raises(SystemExit, match="--max-new-tokens 16"):
+        require_room(Model(), TOKENIZER, problems, 16)
 
 
 def test_judges():

@@ -152,6 +152,9 @@ def test_bad_calls():
         with pytest.raises(ValueError, match="at least 2"):
             grpo.group_advantages(r, **options)
     assert grpo.group_advantages(r, scale="none").eq(0).all()
+    assert grpo.group_advantages(torch.tensor([[1, 0]]), scale="none").tolist() == [[0.5, -0.5]]  # integers will do
+    for scale in ("std", "none", "batch"):  # nothing scored, nothing said
+        assert grpo.group_advantages(torch.full((2, 3), torch.nan), scale=scale).eq(0).all()
     x = torch.zeros(1, 1)
     for options in (
         dict(aggregate="mean"),

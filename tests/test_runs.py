@@ -4,7 +4,6 @@ line, nothing is lost."""
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,8 @@ import gpt
 import grpo
 import sft
 from data import get_tokenizer
+
+resource = pytest.importorskip("resource", reason="signals and limits as on Linux and macOS")
 
 COMMON = dict(device="cpu", evaluate=6, log_every=1)
 TINY = {
