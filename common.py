@@ -150,7 +150,7 @@ def make_if_missing(script, path, config):
     command = [f"{script}.py"]
     for name, value in {**settings, "out": config.out, "device": config.device, "resume": bool(checkpoint)}.items():
         flag = "--" + name.replace("_", "-")
-        if value not in (None, "", False, "stories"):
+        if value is not None and value is not False and value not in ("", "stories"):
             command += [flag] if value is True else [flag, str(value)]
     why = f"stopped at step {checkpoint['step']} of {checkpoint['steps']}" if checkpoint else "is missing"
     print(f"{path} {why}: running {shlex.join(['python', *command])}\n", flush=True)

@@ -17,9 +17,10 @@ What to expect (defaults, two CPU cores): about 80 seconds after the SFT model i
 it out is the one that gets answers right, so it takes over. pass@64 is 1 before and after: the right answers were
 there to be found, RL makes them likely.
 
-What to look at: `zero-var` is the share of groups whose answers are all right or all wrong; they say nothing about what
-is better, and there are more of them as the policy gets better. `kl` is KL(policy || reference) in nats per response (the k3 estimate: never
-negative), how far the policy has moved; it is shown when beta > 0. The value of the loss says nothing: on the first
+What to look at: `zero-var` is the share of groups whose answers are all right or all wrong; they say nothing about
+what is better, and there are more of them as the policy gets better. `kl` is KL(policy || reference) in nats per
+response, how far the policy has moved; it is shown when beta > 0. It is the k3 estimate: never negative, and jumpy,
+because a rare response that the reference finds far more likely than the policy does counts for many. The value of the loss says nothing: on the first
 update after a rollout it is a mean of advantages, zero or nearly so, with a gradient that is not.
 
 A response cut off at --max-new-tokens is judged as it stands: it gets no reward unless it says the right answer, and
@@ -405,6 +406,7 @@ def main(config):
         run.save(step, policy, optimizer, config.save_every)
 
     # 7. What happened
+    run.plot("accuracy", "length", "reward", "entropy")
     measured = [line for line in run.metrics() if "accuracy" in line]
     first, last = measured[0], {"held_out_length": measured[0]["length"], **measured[-1]}
     k = max((key for key in first if key.startswith("pass@")), key=lambda key: int(key[5:]))
@@ -416,7 +418,6 @@ def main(config):
   response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}
   {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
 next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.out, "dr_grpo")}""")
-    run.plot("accuracy", "length", "reward", "entropy")
 
 
 if __name__ == "__main__":

@@ -152,13 +152,13 @@ def main(config):
         run.save(step, model, optimizer, config.save_every)
 
     # what it learned
+    run.plot("loss", "grad_norm")
     scores = final or held_out_scores()
     print(f"""
 {run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
 {habits(scores)}
   accuracy (pass@1) {run.metrics()[0]["accuracy"]:.3f} -> {scores["accuracy"]:.3f}
 next: python grpo.py""")
-    run.plot("loss", "grad_norm")
 
 
 if __name__ == "__main__":
