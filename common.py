@@ -180,7 +180,7 @@ class Run:
                 if now != value and name not in ("out", "device", "resume", "steps", "lr", "init"):
                     flag = "--" + name.replace("_", "-")
                     sys.exit(f"{self.path} was made with {flag} {value}, not {now}: resume with that or start anew")
-            if self.init != self.checkpoint["init"]:
+            if self.init != self.checkpoint.get("init"):
                 sys.exit(f"{init} is not what {self.path} was started from: it has changed since, or --init is another")
             self.step, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
             print(f"resuming {self.path} at step {self.step} of {config.steps}")
@@ -211,15 +211,18 @@ class Run:
         """Drops what an interrupted run wrote after its last checkpoint: it is about to be written again."""
         path = self.folder / name
         if path.exists():
-            kept = []
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            lines, kept = path.read_text(encoding="utf-8").splitlines(keepends=True), []
+            for line in lines:
                 try:
                     if not keep(line):
                         break
                 except (ValueError, IndexError, KeyError):  # half a line, written when the power went
                     break
                 kept.append(line)
-            path.write_text("".join(kept), encoding="utf-8")
+            if kept != lines:
+                temporary = path.with_name(name + ".tmp")
+                temporary.write_text("".join(kept), encoding="utf-8")
+                os.replace(temporary, path)
 
     def _interrupt(self, *_):
         if self.interrupted:
@@ -240,22 +243,19 @@ class Run:
         """Appends a line to metrics.jsonl and prints its columns with the time left; NaN and None mean that it does
         not apply."""
         now = time.perf_counter()
-        self.first = (
-            now if step == self.first_step else self.first
-        )  # what came before the first step tells nothing of the rest
         metrics = {k: v for k, v in metrics.items() if v is not None and not math.isnan(v)}
-        left = (
-            (now - self.first) / max(step - self.first_step, 1) * (self.config.steps - step)
-            if step > self.first_step
-            else math.nan
-        )
         record = {"step": step, "seconds": round(self.seconds + now - self.clock, 3), **metrics}
         self._append("metrics.jsonl", json.dumps(record) + "\n")
         if self.lines % 20 == 0:
             print(f"{'step':>9}" + "".join(f"{COLUMNS[k][0]:>9}" for k in self.columns) + f"{'left':>8}")
         self.lines += 1
         cells = [format(metrics[k], COLUMNS[k][1]) if k in metrics else "" for k in self.columns]
-        left = "" if math.isnan(left) else f"{int(left) // 60}:{int(left) % 60:02d}"
+        left = ""
+        if step > self.first_step:
+            seconds = (now - self.first) / (step - self.first_step) * (self.config.steps - step)
+            left = f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        else:
+            self.first = now  # the evaluation before the first step says nothing about the steps
         print(f"{f'{step}/{self.config.steps}':>9}" + "".join(f"{c:>9}" for c in cells) + f"{left:>8}", flush=True)
 
     def sample(self, step, text):
@@ -289,9 +289,10 @@ class Run:
         now = time.perf_counter()
         self.seconds, self.clock = self.seconds + now - self.clock, now
         checkpoint = {
-            "script": self.script, "step": step, "steps": self.config.steps, "seconds": self.seconds, "config": dataclasses.asdict(self.config),
-            "model_config": dataclasses.asdict(model.config), "tokenizer": self.tokenizer, "init": self.init, "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "script": self.script, "step": step, "steps": self.config.steps, "seconds": self.seconds,
+            "config": dataclasses.asdict(self.config), "model_config": dataclasses.asdict(model.config),
+            "tokenizer": self.tokenizer, "init": self.init,
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(),
         }  # fmt: skip
         temporary = self.path.with_name(self.path.name + ".tmp")
         try:
@@ -302,11 +303,8 @@ class Run:
             os.replace(temporary, self.path)
         except (OSError, RuntimeError) as problem:  # RuntimeError: torch's name for a write that failed
             temporary.unlink(missing_ok=True)
-            reason = (
-                getattr(problem, "strerror", None)
-                or getattr(problem.__context__, "strerror", None)
-                or str(problem).splitlines()[0]
-            )
+            cause = problem if isinstance(problem, OSError) else problem.__context__
+            reason = getattr(cause, "strerror", None) or str(problem).splitlines()[0]
             sys.exit(f"could not save {self.path} at step {step}: {reason}. {self._holds()}: make room, then --resume")
         self.step = step
         if self.interrupted:

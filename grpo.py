@@ -177,8 +177,9 @@ def aggregate_loss(per_token, mask, aggregate="token", max_tokens=None, denomina
     raise ValueError(f"unknown aggregate {aggregate!r}: sequence, token or constant")
 
 
-def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, aggregate="token", max_tokens=None, ratio="token", ref_logp=None,
-                beta=0.0, kl="k3", surrogate="clip", exact_kl=None, denominator=None):  # fmt: skip
+def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, aggregate="token", max_tokens=None,
+                ratio="token", ref_logp=None, beta=0.0, kl="k3", surrogate="clip", exact_kl=None,
+                denominator=None):  # fmt: skip
     """The loss of all variants. logp, old_logp, ref_logp, mask [B, T], advantages [B] -> (scalar loss, stats).
 
     rho = exp(logp - old_logp); ratio="sequence": its geometric mean over the response (GSPO)
@@ -213,12 +214,10 @@ def policy_loss(logp, old_logp, advantages, mask, clip_low=0.2, clip_high=0.2, a
     if ref_logp is not None:
         stats["kl"] = torch.where(valid, kl_estimate(logp.detach(), ref_logp), 0.0).sum() / tokens
     if beta:
-        kl_t = (
-            exact_kl
-            if kl == "exact"
-            else kl_estimate(torch.where(valid, logp, 0.0), torch.where(valid, ref_logp, 0.0), kl)
-        )
-        per_token = per_token + beta * kl_t
+        token_kls = exact_kl
+        if kl != "exact":  # zeros where nothing was sampled: what stands there may be infinite
+            token_kls = kl_estimate(torch.where(valid, logp, 0.0), torch.where(valid, ref_logp, 0.0), kl)
+        per_token = per_token + beta * token_kls
     return aggregate_loss(per_token, mask, aggregate, max_tokens, denominator), stats
 
 
@@ -258,8 +257,9 @@ def rollout_logprobs(model, rollout, micro_batches, temperature):
 
 def sample_groups(policy, tokenizer, config, step):
     """The rollout of one step: G responses to each of P training problems -> (rollout of P * G rows, rewards [P, G],
-    {"reward": mean, "zero_variance": share of groups whose rewards are all equal} of all that was sampled). Dynamic sampling (DAPO, section 3.2) drops those groups and samples
-    more problems, in at most four rounds, so that fewer than P groups, even none, may be left."""
+    means over all that was sampled: {"reward", "zero_variance": share of groups whose rewards are all equal}).
+    Dynamic sampling (DAPO, section 3.2) drops the groups of equal rewards and samples more problems, in at most four
+    rounds, so that fewer than P groups, even none, may be left."""
     P, G = config.prompts, config.group_size
     rng = random.Random(common.seed_of("problems", config.seed, step))
     generator = common.generator(config.device, "sampling", config.seed, step)
