@@ -412,9 +412,8 @@ def main(config):
             generator=common.generator(config.device, "held out", config.seed),
         )
 
-    print(
-        f"pretraining {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.steps} steps of {config.documents} documents"
-    )
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"pretraining {size:.2f} M parameters, {config.steps} steps of {config.documents} documents")
 
     if not config.resume:
         scores = held_out_scores()
@@ -435,7 +434,7 @@ def main(config):
             raise SystemExit(f"a document of {longest} tokens does not fit --context {config.context}")
         n_targets = sum(map(len, documents)) - len(documents)  # every token but the first of each document is predicted
 
-        # loss = mean of -log p over the tokens of the whole step, one micro-batch of documents of like length after the other
+        # loss = mean of -log p over the tokens of the whole step, added up over micro-batches of like length
         total = 0.0
         for rows in common.by_length(list(map(len, documents)), config.micro_batch):
             ids, mask = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
@@ -473,7 +472,7 @@ def main(config):
     run.plot("loss", "grad_norm")
     scores = final or held_out_scores()
     print(f"""
-{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
+{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled on {len(held_out)} held-out stories:
 {habits(scores)}
   accuracy (pass@1) {scores["accuracy"]:.3f}
 next: python sft.py""")

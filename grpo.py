@@ -13,15 +13,16 @@ averaged over tokens and responses. KL_t estimates KL(policy || reference) at to
     python grpo.py --variant dr_grpo        the same loop with other switches: dapo, rloo, gspo, cispo, see VARIANTS
 
 What to expect (defaults, two CPU cores): about 80 seconds after the SFT model is there; held-out accuracy from 0.5 to
-0.97 and mean length from 6 to 9 tokens. Nobody rewards length: of the habits that pretraining left in the model, working
-it out is the one that gets answers right, so it takes over. pass@64 is 1 before and after: the right answers were
-there to be found, RL makes them likely.
+0.97 and mean length from 6 to 9 tokens. Nobody rewards length: of the habits that pretraining left in the model,
+working it out is the one that gets answers right, so it takes over. pass@64 is 1 before and after: the right answers
+were there to be found, RL makes them likely.
 
 What to look at: `zero-var` is the share of groups whose answers are all right or all wrong; they say nothing about
 what is better, and there are more of them as the policy gets better. `kl` is KL(policy || reference) in nats per
 response, how far the policy has moved; it is shown when beta > 0. It is the k3 estimate: never negative, and jumpy,
-because a rare response that the reference finds far more likely than the policy does counts for many. The value of the loss says nothing: on the first
-update after a rollout it is a mean of advantages, zero or nearly so, with a gradient that is not.
+because a rare response that the reference finds far more likely than the policy does counts for many. The value of
+the loss says nothing: on the first update after a rollout it is a mean of advantages, zero or nearly so, with a
+gradient that is not.
 
 A response cut off at --max-new-tokens is judged as it stands: it gets no reward unless it says the right answer, and
 its tokens are trained like all others.
@@ -131,8 +132,8 @@ def group_advantages(rewards, baseline="mean", scale="std", ddof=1, eps=1e-4):
              "none":           as it is (Dr. GRPO): dividing gives very easy and very hard prompts more weight
              "batch":          divided by the std of all rewards + eps
 
-    A group of equal rewards has exactly zero advantages, whatever the rounding of its mean. A reward of NaN (the verifier
-    could not say) gets 0 and stays out of the baseline. Raises ValueError for groups of one with "std" or
+    A group of equal rewards has exactly zero advantages, whatever the rounding of its mean. A reward of NaN (the
+    verifier could not say) gets 0 and stays out of the baseline. Raises ValueError for groups of one with "std" or
     "leave_one_out", and for an unknown name.
     """
     if baseline not in ("mean", "leave_one_out") or scale not in ("std", "none", "batch"):
@@ -399,8 +400,8 @@ def main(config):
         if measure or last or step % config.log_every == 0:
             scores = held_out_scores(step, config.pass_k if last else 1) if measure or last else {}
             run.log(
-                step, **summary, accuracy=scores.get("accuracy"), length=lengths.float().mean().item(), lr=lr, tokens_per_second=tokens / busy, held_out_length=scores.get("length"),
-                **stats, **scores.get("pass_at_k", {}),
+                step, **summary, **stats, length=lengths.float().mean().item(), lr=lr, tokens_per_second=tokens / busy,
+                accuracy=scores.get("accuracy"), held_out_length=scores.get("length"), **scores.get("pass_at_k", {}),
             )  # fmt: skip
             tokens, busy = 0, 0.0
         run.save(step, policy, optimizer, config.save_every)
@@ -410,9 +411,10 @@ def main(config):
     measured = [line for line in run.metrics() if "accuracy" in line]
     first, last = measured[0], {"held_out_length": measured[0]["length"], **measured[-1]}
     k = max((key for key in first if key.startswith("pass@")), key=lambda key: int(key[5:]))
+    B = f"{config.prompts} x {config.group_size}"
     unpaid = "" if config.overlong_buffer else "; nobody rewarded length"
     print(f"""
-{config.variant}: {config.steps} steps of {config.prompts} x {config.group_size} responses in {last["seconds"]:.0f} seconds, on {len(held_out)} held-out problems:
+{config.variant}: {config.steps} steps of {B} responses in {last["seconds"]:.0f} seconds; on {len(held_out)} held-out problems:
   accuracy (pass@1)  {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}   a single sample at temperature 1
   {k:<17}  {first[k]:.3f} -> {last.get(k, float("nan")):.3f}   at least one right of {k[5:]} samples: what the model could do all along
   response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}

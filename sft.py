@@ -11,8 +11,9 @@ short answers.
 
     python sft.py            seven seconds on two CPU cores, and before them out/base.pt if it is missing: out/sft.pt
 
-What to expect: held-out accuracy stays at about 0.5. The demonstrations have the corpus' habits (45% answer at once, and
-a quarter of those who work it out slip), so the model keeps them too, now always behind "####"; grpo.py shifts them.
+What to expect: held-out accuracy stays at about 0.5. The demonstrations have the corpus' habits (45% answer at once,
+and a quarter of those who work it out slip), so the model keeps them too, now always behind "####"; grpo.py shifts
+them.
 
 Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 1. Deliberately left out: several
 epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead), chat templates.
@@ -52,17 +53,17 @@ class Config:
 
 
 def predicts_response(prompt_lengths, lengths, width):
-    """Which positions of right-padded rows predict a response token, [B, width] bool: prompt_len - 1 .. length - 2. So the
-    last prompt token predicts the first response token, and the last response token but one predicts EOS.
+    """Which positions of right-padded rows predict a response token, [B, width] bool: prompt_len - 1 .. length - 2.
+    So the last prompt token predicts the first response token, and the last response token but one predicts EOS.
     prompt_lengths, lengths [B]: of the prompt, of the whole row."""
     column = torch.arange(width)
     return (column >= prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
 
 
 def token_mean(values, mask=None, tokens=None):
-    """sum(values * mask) / tokens -> scalar. values [B, T] or [N]; mask of the same shape, None: all ones; `tokens` is
-    mask.sum() unless this is a micro-batch: then the token count of the whole optimizer step, so that the micro-batches'
-    losses (and gradients) add up to the step's, however it is cut."""
+    """sum(values * mask) / tokens -> scalar. values [B, T] or [N]; mask of the same shape, None: all ones; `tokens`
+    is mask.sum() unless this is a micro-batch: then the token count of the whole optimizer step, so that the
+    micro-batches' losses (and gradients) add up to the step's, however it is cut."""
     mask = torch.ones_like(values) if mask is None else mask
     return (values * mask).sum() / (mask.sum() if tokens is None else tokens)
 
@@ -155,7 +156,7 @@ def main(config):
     run.plot("loss", "grad_norm")
     scores = final or held_out_scores()
     print(f"""
-{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled at temperature 1 on {len(held_out)} held-out stories:
+{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled on {len(held_out)} held-out stories:
 {habits(scores)}
   accuracy (pass@1) {run.metrics()[0]["accuracy"]:.3f} -> {scores["accuracy"]:.3f}
 next: python grpo.py""")

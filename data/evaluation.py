@@ -24,7 +24,8 @@ def require_room(model, tokenizer, problems, max_new_tokens):
     longest = max(len(tokenizer.encode_ordinary(problem.prompt)) for problem in problems)
     if longest + max_new_tokens > model.config.context:
         raise SystemExit(
-            f"--max-new-tokens {max_new_tokens}: with prompts of up to {longest} tokens that exceeds the model's context of {model.config.context} tokens"
+            f"--max-new-tokens {max_new_tokens}: with prompts of up to {longest} tokens that exceeds the model's "
+            f"context of {model.config.context} tokens"
         )
 
 
