@@ -36,6 +36,9 @@ from data import get_tokenizer, stories
 from data.evaluation import evaluate, habits, require_room
 from kernels import token_logprobs
 
+# `generate` asks after so many tokens who has finished; not after each on a GPU, because to ask it is to wait for it
+ASK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
+
 
 @dataclass
 class GPTConfig:
@@ -301,9 +304,7 @@ class GPT(nn.Module):
             logp[rows, t] = token_logp
             if t + 1 == max_new_tokens:
                 break
-            if eos is not None and (
-                device.type == "cpu" or t % 16 == 15
-            ):  # to ask a GPU who has finished is to wait for it
+            if eos is not None and (t + 1) % ASK_EVERY[device.type] == 0:
                 live = (ids[rows, P : P + t + 1] != eos).all(1)  # [n]
                 n = int(live.sum())
                 if n == 0:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import gpt
 from gpt import GPT, GPTConfig, KVCache, Rollout, right_pad
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [15, 16]]
@@ -104,6 +105,14 @@ def test_mask_ends_with_the_first_eos(tiny_model):
         assert positions[attention.bool()].tolist() == list(range(len(prompt) + n))
     assert len(lengths) > 5  # rows did finish at different times
     assert rollout.mask[:, -1].any()  # no column that nobody uses
+
+
+@pytest.mark.parametrize("every", [3, 4, 100])
+def test_asking_rarely_who_has_finished(tiny_model, monkeypatch, every):
+    """As on a GPU: rows go on after their EOS until somebody asks. Nothing of that shows in the result."""
+    monkeypatch.setitem(gpt.ASK_EVERY, "cpu", every)
+    test_mask_ends_with_the_first_eos(tiny_model)
+    test_generated_logprobs_equal_a_fresh_pass(tiny_model, 0.7, None, 3)
 
 
 def test_finished_rows_cost_nothing(tiny_model):
