@@ -405,13 +405,8 @@ def main(config):
     step = run.restore(model, optimizer)
 
     def held_out_scores():
-        return evaluate(
-            model,
-            tokenizer,
-            held_out,
-            config.max_new_tokens,
-            generator=common.generator(config.device, "held out", config.seed),
-        )
+        generator = common.generator(config.device, "held out", config.seed)
+        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=generator)
 
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"pretraining {size:.2f} M parameters, {config.steps} steps of {config.documents} documents")

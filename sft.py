@@ -85,13 +85,8 @@ def main(config):
     step = run.restore(model, optimizer)
 
     def held_out_scores():
-        return evaluate(
-            model,
-            tokenizer,
-            held_out,
-            config.max_new_tokens,
-            generator=common.generator(config.device, "held out", config.seed),
-        )
+        generator = common.generator(config.device, "held out", config.seed)
+        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=generator)
 
     if not config.resume:
         scores = held_out_scores()
@@ -118,12 +113,14 @@ def main(config):
         total = 0.0
         for rows in common.by_length(list(map(len, texts)), config.micro_batch):
             ids, attention = right_pad([texts[i] for i in rows])  # [b, L]
-            predicts = predicts_response(
-                torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1]
-            )  # [b, L]
+            prompt_lengths = torch.tensor([len(prompts[i]) for i in rows])  # [b]
+            predicts = predicts_response(prompt_lengths, attention.sum(1), ids.shape[1])  # [b, L]
             ids, predicts = ids.to(config.device), predicts.to(config.device)
             hidden = model.hidden(ids)[predicts]  # [N, C], N response tokens
-            logp = token_logprobs(model.lm_head(hidden), ids.roll(-1, dims=1)[predicts])  # [N]
+            targets = ids.roll(-1, dims=1)[
+                predicts
+            ]  # [N] the next token; the column that wraps around is never selected
+            logp = token_logprobs(model.lm_head(hidden), targets)  # [N]
             loss = token_mean(-logp, tokens=n_targets)
             loss.backward()
             total += loss.item()

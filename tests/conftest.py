@@ -11,7 +11,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("TRITON_INTERPRET", "0")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 CASES = {case["name"]: case for case in json.loads((ROOT / "tests/vectors.json").read_text())}
