@@ -1,81 +1,325 @@
 """Log-probabilities, entropy and KL of tokens from logits: the hot loop of every loss here.
 
-Plain PyTorch, in float32 (or float64) whatever the logits' dtype. Everywhere: logits [..., V] are divided by
-`temperature`, `vocab_size` is the true vocabulary when the rows are padded beyond it (what lies beyond it never
-enters a softmax), natural logarithms.
+    token_logprobs, token_logprobs_and_entropy      from logits           logprob.py (Triton)   plain.py (PyTorch)
+    token_kl                                        from two logits       kl.py                 plain.py
+    linear_logprobs, linear_logprobs_and_entropy    from hidden states    linear_logprob.py, on top of either
+    kl_estimate                                     from log-probs        plain.py
+
+CUDA tensors go to the Triton kernels, everything else to plain PyTorch, and so does everything where Triton is not
+installed and everything in float64. The environment variable KERNELS=torch or KERNELS=triton forces one of them
+(Triton on CPU tensors: in its interpreter, with TRITON_INTERPRET=1).
+
+Everywhere: logits [..., W] are divided by `temperature`; `vocab_size` is the true vocabulary V <= W, when rows are
+padded beyond it, and what lies beyond it never enters a softmax and gets a zero gradient. Results are float32
+(float64 for float64 logits), in nats.
+
+Each function below is a PyTorch operator of its own, so torch.compile takes a script that calls it as a whole
+(fullgraph=True).
 """
 
+import functools
+import importlib
+import os
+
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-__all__ = ["kl_estimate", "token_kl", "token_logprobs", "token_logprobs_and_entropy"]
+from . import linear_logprob, plain
+from .plain import kl_estimate
 
-
-def _log_softmax(logits, temperature, vocab_size):
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    logits = logits[..., :vocab_size]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
-
-
-def _gather(log_probs, targets):
-    inside = (targets >= 0) & (targets < log_probs.shape[-1])
-    logp = log_probs.gather(-1, torch.where(inside, targets, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(inside, logp, torch.zeros_like(logp))
+__all__ = [
+    "kl_estimate",
+    "linear_logprobs",
+    "linear_logprobs_and_entropy",
+    "token_kl",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+]
 
 
 def token_logprobs(logits, targets, temperature=1.0, vocab_size=None, inplace_backward=False):
     """log softmax(logits / temperature)[targets], the log-probability of each target token.
 
-    logits [..., V], targets [...] (integers) -> [...]. A target outside 0..V-1 (-100, say) gives 0 and no gradient.
-    Gradient to the logits: (onehot(target) - softmax) / temperature. `inplace_backward` lets a fused kernel write it
-    over the logits; here it has no effect.
+    logits [..., W], targets [...] (integers) -> [...]. A target outside 0..V-1 (-100, say) gives 0 and no gradient.
+    Gradient to the logits: (onehot(target) - softmax) / temperature.
+
+    `inplace_backward` writes it over the logits, which saves their size in memory. They must not be needed after that:
+    whatever reads them in a backward pass then raises, as after any in-place change. Raises ValueError for a
+    temperature that is not above 0, a vocab_size beyond the rows, or targets of another shape.
     """
-    return _gather(_log_softmax(logits, temperature, vocab_size), targets)
+    V = _checked(logits.shape[:-1], logits.shape[-1], targets, temperature, vocab_size)
+    return _logprob(logits, targets, temperature, V, False, inplace_backward)[0]
 
 
 def token_logprobs_and_entropy(logits, targets, temperature=1.0, vocab_size=None, inplace_backward=False):
     """As `token_logprobs`, and beside it the entropy of each distribution: H = -sum_v p_v log p_v, in nats, with 0
-    log 0 = 0.
+    log 0 = 0, whatever the target.
 
-    logits [..., V], targets [...] -> (logp [...], entropy [...]), both differentiable.
+    logits [..., W], targets [...] -> (logp [...], entropy [...]), both differentiable. Gradient of H to the logits:
+    -p (log p + H) / temperature.
     """
-    log_probs = _log_softmax(logits, temperature, vocab_size)
-    entropy = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(-1)
-    return _gather(log_probs, targets), entropy
-
-
-def kl_estimate(logp, ref_logp, kind="k3"):
-    """Estimates of KL(policy || reference) from tokens that this very policy sampled, with d = logp - ref_logp. Any
-    shape in, the same out.
-
-    k1 = d              unbiased, often negative, noisy
-    k2 = d^2 / 2        biased, little noise; as a loss its gradient is the true one of KL(policy || reference)
-    k3 = e^-d - 1 + d   unbiased, never negative; as a loss its gradient is that of KL(reference || policy)
-
-    As a loss k1 has zero expected gradient (it never sees the reference): it belongs in the reward. Source: J.
-    Schulman, "Approximating KL divergence", 2020.
-    """
-    d = logp - ref_logp
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d * d / 2
-    if kind == "k3":
-        return torch.expm1(-d) + d
-    raise ValueError(f"unknown KL estimator {kind!r}: k1, k2 or k3")
+    V = _checked(logits.shape[:-1], logits.shape[-1], targets, temperature, vocab_size)
+    return _logprob(logits, targets, temperature, V, True, inplace_backward)[:2]
 
 
 def token_kl(logits, ref_logits, temperature=1.0, vocab_size=None):
-    """The exact KL(policy || reference) = sum_v p_v (log p_v - log q_v) of each position. logits, ref_logits [..., V]
+    """The exact KL(policy || reference) = sum_v p_v (log p_v - log q_v) of each position. logits, ref_logits [..., W]
     -> [...].
 
-    p_v = 0 contributes 0; p_v > 0 where q_v = 0 is infinite. The gradient reaches the policy's logits: p_v (log
-    p_v/q_v - KL) / temperature.
+    p_v = 0 contributes 0; p_v > 0 where q_v = 0 is infinite. The reference is a constant: only the policy's logits get a
+    gradient, p_v (log p_v/q_v - KL) / temperature.
     """
-    log_p = _log_softmax(logits, temperature, vocab_size)
-    log_q = _log_softmax(ref_logits, temperature, vocab_size)
-    p = log_p.exp()
-    gap = torch.where(p > 0, log_p - log_q, 0.0)  # where p = 0 both may be -inf
-    return (p * gap).sum(-1)
+    V = _checked(logits.shape[:-1], logits.shape[-1], logits[..., 0], temperature, vocab_size)
+    if ref_logits.shape != logits.shape:
+        raise ValueError(f"ref_logits {list(ref_logits.shape)} must have the shape of logits {list(logits.shape)}")
+    return _kl(logits, ref_logits.detach(), temperature, V)[0]
+
+
+def linear_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=None):
+    """`token_logprobs` of the logits hidden @ weight.T, which are never held as a whole, but in chunks of 4096 tokens.
+
+    hidden [..., C], weight [W, C] (a head without bias), targets [...] -> [...]. Both get their gradient; the weight's is
+    summed in float32. See linear_logprob.py.
+    """
+    return _linear(hidden, weight, targets, temperature, vocab_size, False)[0]
+
+
+def linear_logprobs_and_entropy(hidden, weight, targets, temperature=1.0, vocab_size=None):
+    """`token_logprobs_and_entropy` of the logits hidden @ weight.T, in chunks like `linear_logprobs`.
+    -> (logp [...], entropy [...])"""
+    return _linear(hidden, weight, targets, temperature, vocab_size, True)
+
+
+def _linear(hidden, weight, targets, temperature, vocab_size, with_entropy):
+    V = _checked(hidden.shape[:-1], len(weight), targets, temperature, vocab_size)
+    flat, column = hidden.flatten(0, -2), targets.flatten()  # [N, C], [N]
+    if len(flat) <= linear_logprob.CHUNK and hidden.dtype in (torch.float32, torch.float64):
+        # a single chunk: its logits may stay until the backward pass, and nothing is computed twice
+        logp, entropy, _ = _logprob(flat @ weight.T, column, temperature, V, with_entropy, True)
+    else:
+        logp, entropy, _ = _linear_logprob(flat, weight, column, temperature, V, with_entropy)
+    return logp.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
+
+
+def _checked(shape, W, targets, temperature, vocab_size):
+    """The true vocabulary size V of logits [*shape, W], or ValueError."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    V = W if vocab_size is None else vocab_size
+    if not 0 < V <= W:
+        raise ValueError(f"vocab_size {V} does not fit rows of {W} logits")
+    if targets.shape != shape:
+        raise ValueError(f"targets {list(targets.shape)} do not fit logits {[*shape, W]}")
+    return V
+
+
+# Which implementation
+
+
+@functools.cache
+def _triton_missing():
+    """Why Triton cannot be imported, or None."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:  # macOS, Windows
+        return str(error)
+    return None
+
+
+def _kernels(x, name):
+    """The module with the functions: kernels.logprob or kernels.kl (Triton), or kernels.plain (PyTorch)."""
+    choice = os.environ.get("KERNELS", "")
+    if choice not in ("", "torch", "triton"):
+        raise ValueError(f"KERNELS={choice}: must be torch or triton, or not be set")
+    if choice == "torch" or x.dtype == torch.float64 or (choice == "" and not x.is_cuda) or not x.numel():
+        return plain
+    if choice == "triton":
+        if _triton_missing():
+            raise ValueError(f"KERNELS=triton, but Triton cannot be imported: {_triton_missing()}")
+        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"KERNELS=triton with a tensor on {x.device.type}: needs TRITON_INTERPRET=1 as well")
+    elif _triton_missing():
+        return plain
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+# The operators. Each is a forward function that returns what its backward function needs, two implementations that
+# fill tensors allocated here, a `fake` that tells torch.compile the shapes, and the backward function, an operator too.
+
+
+def _float(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("kernels::logprob", mutates_args=())
+def _logprob(
+    logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, with_entropy: bool, inplace_backward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logp, entropy, saved = _logprob_shapes(logits, targets, temperature, vocab_size, with_entropy, inplace_backward)
+    _kernels(logits, "logprob").logprob_forward(
+        logits, targets, temperature, vocab_size, logp, entropy if with_entropy else None, saved
+    )
+    return logp, entropy, saved
+
+
+@_logprob.register_fake
+def _logprob_shapes(logits, targets, temperature, vocab_size, with_entropy, inplace_backward):
+    logp = logits.new_empty(targets.shape, dtype=_float(logits))
+    return logp, logp.new_empty(targets.shape if with_entropy else 0), logp.new_zeros(2, targets.numel())
+
+
+@torch.library.custom_op("kernels::logprob_backward", mutates_args=())
+def _logprob_backward(
+    logits: Tensor, targets: Tensor, temperature: float, vocab_size: int,
+    entropy: Tensor, saved: Tensor, g_logp: Tensor, g_entropy: Tensor | None,
+) -> Tensor:  # fmt: skip
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _kernels(logits, "logprob").logprob_backward(
+        logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, gradient
+    )
+    return gradient
+
+
+@_logprob_backward.register_fake
+def _(logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@torch.library.custom_op("kernels::logprob_backward_", mutates_args=("logits",))
+def _logprob_backward_(
+    logits: Tensor, targets: Tensor, temperature: float, vocab_size: int,
+    entropy: Tensor, saved: Tensor, g_logp: Tensor, g_entropy: Tensor | None,
+) -> None:  # fmt: skip
+    # mutates_args raises the version of the logits, as torch's own in-place operators do
+    _kernels(logits, "logprob").logprob_backward(
+        logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, logits
+    )
+
+
+def _save_logprob(ctx, inputs, output):
+    logits, targets, ctx.temperature, ctx.vocab_size, _, ctx.inplace = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # an unused output has the gradient None and costs nothing
+    ctx.save_for_backward(logits, targets, *output[1:])
+
+
+def _logprob_gradients(ctx, g_logp, g_entropy, _):
+    logits, targets, entropy, saved = ctx.saved_tensors
+    if not entropy.numel():
+        g_entropy = None
+    if g_logp is None:
+        g_logp = torch.zeros_like(entropy)
+    arguments = logits, targets, ctx.temperature, ctx.vocab_size, entropy, saved, g_logp, g_entropy
+    if ctx.inplace and 0 not in logits.stride():  # rows that share memory cannot hold a gradient each
+        _logprob_backward_(*arguments)
+        gradient = logits
+    else:
+        gradient = _logprob_backward(*arguments)
+    return gradient, None, None, None, None, None
+
+
+_logprob.register_autograd(_logprob_gradients, setup_context=_save_logprob)
+
+
+@torch.library.custom_op("kernels::kl", mutates_args=())
+def _kl(logits: Tensor, ref_logits: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
+    kl, saved = _kl_shapes(logits, ref_logits, temperature, vocab_size)
+    _kernels(logits, "kl").kl_forward(logits, ref_logits, temperature, vocab_size, kl, saved)
+    return kl, saved
+
+
+@_kl.register_fake
+def _kl_shapes(logits, ref_logits, temperature, vocab_size):
+    kl = logits.new_empty(logits.shape[:-1], dtype=_float(logits))
+    return kl, kl.new_zeros(4, kl.numel())
+
+
+@torch.library.custom_op("kernels::kl_backward", mutates_args=())
+def _kl_backward(
+    logits: Tensor, ref_logits: Tensor, temperature: float, vocab_size: int, kl: Tensor, saved: Tensor, g_kl: Tensor
+) -> Tensor:
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _kernels(logits, "kl").kl_backward(logits, ref_logits, temperature, vocab_size, kl, saved, g_kl, gradient)
+    return gradient
+
+
+@_kl_backward.register_fake
+def _(logits, ref_logits, temperature, vocab_size, kl, saved, g_kl):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _save_kl(ctx, inputs, output):
+    logits, ref_logits, ctx.temperature, ctx.vocab_size = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, ref_logits, *output)
+
+
+def _kl_gradients(ctx, g_kl, _):
+    logits, ref_logits, kl, saved = ctx.saved_tensors
+    gradient = _kl_backward(logits, ref_logits, ctx.temperature, ctx.vocab_size, kl, saved, g_kl)
+    return gradient, None, None, None
+
+
+_kl.register_autograd(_kl_gradients, setup_context=_save_kl)
+
+
+@torch.library.custom_op("kernels::linear_logprob", mutates_args=())
+def _linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_size: int, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logp, entropy, saved = _linear_logprob_shapes(hidden, weight, targets, temperature, vocab_size, with_entropy)
+    linear_logprob.linear_logprob_forward(
+        hidden, weight, targets, temperature, vocab_size, logp, entropy if with_entropy else None, saved,
+        _kernels(hidden, "logprob").logprob_forward,
+    )  # fmt: skip
+    return logp, entropy, saved
+
+
+@_linear_logprob.register_fake
+def _linear_logprob_shapes(hidden, weight, targets, temperature, vocab_size, with_entropy):
+    return _logprob_shapes(hidden, targets, temperature, vocab_size, with_entropy, False)
+
+
+@torch.library.custom_op("kernels::linear_logprob_backward", mutates_args=())
+def _linear_logprob_backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_size: int, entropy: Tensor, saved: Tensor,
+    g_logp: Tensor, g_entropy: Tensor | None, want_hidden: bool, want_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d_hidden = torch.empty_like(hidden) if want_hidden else hidden.new_empty(0)
+    d_weight = torch.empty_like(weight, dtype=_float(weight)) if want_weight else weight.new_empty(0)
+    linear_logprob.linear_logprob_backward(
+        hidden, weight, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy,
+        d_hidden if want_hidden else None, d_weight if want_weight else None,
+        _kernels(hidden, "logprob").logprob_backward,
+    )  # fmt: skip
+    return d_hidden, d_weight.to(weight.dtype)
+
+
+@_linear_logprob_backward.register_fake
+def _(hidden, weight, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, want_hidden, want_weight):
+    d_hidden = torch.empty_like(hidden) if want_hidden else hidden.new_empty(0)
+    return d_hidden, torch.empty_like(weight) if want_weight else weight.new_empty(0)
+
+
+def _save_linear_logprob(ctx, inputs, output):
+    hidden, weight, targets, ctx.temperature, ctx.vocab_size, _ = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, weight, targets, *output[1:])
+
+
+def _linear_logprob_gradients(ctx, g_logp, g_entropy, _):
+    hidden, weight, targets, entropy, saved = ctx.saved_tensors
+    if not entropy.numel():
+        g_entropy = None
+    if g_logp is None:
+        g_logp = torch.zeros_like(entropy)
+    want_hidden, want_weight, *_ = ctx.needs_input_grad
+    d_hidden, d_weight = _linear_logprob_backward(
+        hidden, weight, targets, ctx.temperature, ctx.vocab_size, entropy, saved, g_logp, g_entropy,
+        want_hidden, want_weight,
+    )  # fmt: skip
+    return d_hidden if want_hidden else None, d_weight if want_weight else None, None, None, None, None
+
+
+_linear_logprob.register_autograd(_linear_logprob_gradients, setup_context=_save_linear_logprob)
