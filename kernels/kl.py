@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .logprob import LN2, LOWEST, launch_shape, rows_of
+from .logprob import BACKWARD_BLOCK, FORWARD_BLOCK, LN2, LOWEST, WARPS, block_size, rows_of
 
 
 @triton.jit
@@ -106,12 +106,12 @@ def kl_forward(logits, ref_logits, temperature, vocab_size, kl, saved):
     """logits, ref_logits [..., W]: fills kl [...] and saved [4, N] with m, n, a, b of each row, all float32."""
     x, x_inner, *x_strides = rows_of(logits)
     y, y_inner, *y_strides = rows_of(ref_logits)
-    block, warps = launch_shape(vocab_size)
+    block = block_size(vocab_size, FORWARD_BLOCK)
     if kl.numel():
         with torch.cuda.device_of(x):
             _forward[(kl.numel(),)](
                 x, y, kl, *saved, *x_strides, x_inner, *y_strides, y_inner,
-                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, num_warps=warps,
+                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, num_warps=WARPS,
             )  # fmt: skip
 
 
@@ -119,10 +119,10 @@ def kl_backward(logits, ref_logits, temperature, vocab_size, kl, saved, g_kl, gr
     """Fills `gradient` [..., W], contiguous, of the policy's logits."""
     x, x_inner, *x_strides = rows_of(logits)
     y, y_inner, *y_strides = rows_of(ref_logits)
-    block, warps = launch_shape(x.shape[-1])
+    block = block_size(x.shape[-1], BACKWARD_BLOCK)
     if kl.numel():
         with torch.cuda.device_of(x):
             _backward[(kl.numel() * triton.cdiv(x.shape[-1], block),)](
                 x, y, kl, *saved, g_kl.contiguous(), gradient, *x_strides, x_inner, *y_strides, y_inner,
-                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, num_warps=warps,
+                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, num_warps=WARPS,
             )  # fmt: skip

@@ -37,6 +37,9 @@ import triton.language as tl
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LN2 = tl.constexpr(math.log(2))
 
+# Logits per block; with 4 warps that is 32 (16) logits a thread: enough for wide loads, few enough for its registers
+WARPS, FORWARD_BLOCK, BACKWARD_BLOCK = 4, 4096, 2048
+
 
 @triton.jit
 def _add_block(x, m, d, s, c, ENTROPY: tl.constexpr):
@@ -46,8 +49,8 @@ def _add_block(x, m, d, s, c, ENTROPY: tl.constexpr):
     e = tl.exp2(y)
     shift = (m - new_m) * c  # what the y of earlier blocks change by
     scale = tl.exp2(shift)
-    if ENTROPY:  # 0 log 0 = 0: where 2^y is 0, y may be -inf
-        s = tl.where(scale == 0, 0.0, scale * (s + d * shift)) + tl.sum(tl.where(e == 0, 0.0, e * y), 0)
+    if ENTROPY:  # 0 log 0 = 0, although y or shift may be -inf; below -200 a float32 2^y is 0
+        s = scale * (s + d * tl.maximum(shift, -200.0)) + tl.sum(e * tl.maximum(y, -200.0), 0)
     d = d * scale + tl.sum(e, 0)
     return new_m, d, s
 
@@ -95,16 +98,19 @@ def _backward(logits, targets, entropy, saved_m, saved_d, g_logp, g_entropy, gra
     target = tl.load(targets + row)
     inside = (target >= 0) & (target < V)
     d = tl.load(saved_d + row)
-    g = tl.load(g_logp + row) * (c * LN2)  # c ln2 = 1 / T
+    g = tl.where(inside, tl.load(g_logp + row) * (c * LN2), 0.0)  # c ln2 = 1 / T
     x = tl.load(logits + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    y = (x - tl.load(saved_m + row)) * c
-    e = tl.exp2(y)
-    dx = tl.where(inside, tl.where(column == target, g, 0.0) - e * (g / d), 0.0)
-    if ENTROPY:
+    y = tl.maximum((x - tl.load(saved_m + row)) * c, -200.0)
+    factor = g / d  # of 2^y, so that it is g p
+    limit = tl.where(inside, V, 0)  # all of an ignored row's gradient is 0, even if its logits are NaN
+    if ENTROPY:  # ... and g p + h p (ln p + entropy), with ln p = ln2 (y - log2 d)
         h = tl.load(g_entropy + row) * (c * LN2)
-        log_p = (y - tl.log2(d)) * LN2
-        dx -= tl.where(e == 0, 0.0, e * (h / d) * (log_p + tl.load(entropy + row)))
-    tl.store(gradient + column, tl.where(column < V, dx, 0.0), mask=column < WIDTH)  # rounded to its dtype once, here
+        factor += h / d * (tl.load(entropy + row) - tl.log2(d) * LN2) + h / d * LN2 * y
+        limit = V
+    dx = tl.where(column == target, g, 0.0) - tl.exp2(y) * factor
+    tl.store(
+        gradient + column, tl.where(column < limit, dx, 0.0), mask=column < WIDTH
+    )  # rounded to its dtype once, here
 
 
 def rows_of(x):
@@ -118,22 +124,20 @@ def rows_of(x):
     return x, x.shape[-2] if x.dim() > 1 else 1, outer, row
 
 
-def launch_shape(width):
-    """Logits per block, warps per program: 32 logits a thread, in four loads of 16 bytes each for bf16 (see inspect.py)."""
-    block = min(4096, max(128, triton.next_power_of_2(width)))
-    return block, max(1, block // 1024)
+def block_size(width, largest):
+    return min(largest, max(128, triton.next_power_of_2(width)))
 
 
 def logprob_forward(logits, targets, temperature, vocab_size, logp, entropy, saved):
     """logits [..., W], targets [...]: fills logp [...], entropy [...] (if it is not None), and saved [2, N] with m and d
     of each row, all float32."""
     x, inner, outer_stride, row_stride = rows_of(logits)
-    block, warps = launch_shape(vocab_size)
+    block = block_size(vocab_size, FORWARD_BLOCK)
     if targets.numel():
         with torch.cuda.device_of(x):
             _forward[(targets.numel(),)](
                 x, targets.contiguous(), logp, entropy, saved[0], saved[1], outer_stride, row_stride, inner,
-                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, entropy is not None, num_warps=warps,
+                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, entropy is not None, num_warps=WARPS,
             )  # fmt: skip
 
 
@@ -141,14 +145,14 @@ def logprob_backward(logits, targets, temperature, vocab_size, entropy, saved, g
     """Fills `gradient` [..., W], which may be the logits. g_logp [...]; g_entropy [...] or None."""
     x, inner, outer_stride, row_stride = rows_of(logits)
     dx, _, gradient_outer_stride, gradient_row_stride = rows_of(gradient)
-    block, warps = launch_shape(x.shape[-1])
+    block = block_size(x.shape[-1], BACKWARD_BLOCK)
     if targets.numel():
         with torch.cuda.device_of(x):
             _backward[(targets.numel() * triton.cdiv(x.shape[-1], block),)](
                 x, targets.contiguous(), entropy, saved[0], saved[1], g_logp.contiguous(),
                 None if g_entropy is None else g_entropy.contiguous(), dx,
                 outer_stride, row_stride, gradient_outer_stride, gradient_row_stride, inner,
-                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, g_entropy is not None, num_warps=warps,
+                math.log2(math.e) / temperature, vocab_size, x.shape[-1], block, g_entropy is not None, num_warps=WARPS,
             )  # fmt: skip
     if dx.data_ptr() != gradient.data_ptr():  # rows_of had to copy
         gradient.copy_(dx.view(gradient.shape))
