@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import common
 from data import get_tokenizer, stories
 from data.evaluation import evaluate, habits, require_room
-from kernels import token_logprobs
+from kernels import linear_logprobs, linear_logprobs_and_entropy
 
 # `generate` asks after so many tokens who has finished; not after each on a GPU, because to ask it is to wait for it
 ASK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
@@ -86,6 +86,30 @@ class Block(nn.Module):
     def forward(self, x, mask=None, cache=None, layer=None):
         x = x + self.attn(self.ln_1(x), mask, cache, layer)
         return x + self.mlp(self.ln_2(x))
+
+
+class Head(nn.Linear):
+    """The output head. Its vocabulary is padded to a multiple of 64 rows: that makes the rows of logits start where a GPU
+    reads and multiplies fastest. What comes out are the true ones, so the padding is in no softmax and never sampled."""
+
+    def __init__(self, config):
+        super().__init__(config.n_embd, -(-config.vocab_size // 64) * 64, bias=False)
+        self.vocab_size = config.vocab_size
+
+    def forward(self, x):
+        return super().forward(x)[..., : self.vocab_size]  # [..., V], a view
+
+
+def _without_padding(model, state, prefix, _):
+    true_rows = model.wte.weight.detach()[: model.config.vocab_size].clone()
+    state[prefix + "wte.weight"] = state[prefix + "lm_head.weight"] = true_rows
+
+
+def _with_padding(model, state, prefix, *_):
+    padding = len(model.wte.weight) - model.config.vocab_size
+    for name in (prefix + "wte.weight", prefix + "lm_head.weight"):
+        if name in state:
+            state[name] = F.pad(state[name], (0, 0, 0, padding))
 
 
 class KVCache:
@@ -177,11 +201,11 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = nn.Embedding(-(-config.vocab_size // 64) * 64, config.n_embd)
         self.wpe = nn.Embedding(config.context, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Head(config)
         self.lm_head.weight = self.wte.weight  # tied
         std = config.n_embd**-0.5  # GPT-2's 0.02 suits its width of 768; at 128 it makes a long plateau of pretraining
         for name, p in self.named_parameters():
@@ -189,6 +213,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif "ln_" not in name:  # what is added to the residual stream 2L times starts smaller (GPT-2, section 2.3)
                 nn.init.normal_(p, std=std / math.sqrt(2 * config.n_layer) if "c_proj" in name else std)
+        nn.init.zeros_(self.wte.weight.data[config.vocab_size :])  # the padding, which never gets a gradient either
+        # Checkpoints hold the true rows only
+        self.register_state_dict_post_hook(_without_padding)
+        self.register_load_state_dict_pre_hook(_with_padding)
 
     def forward(self, ids, positions=None, attention_mask=None, cache=None):
         """ids [B, T] -> logits [B, T, V]; logits[:, t] predict ids[:, t + 1]. See `hidden` for the rest."""
@@ -196,7 +224,7 @@ class GPT(nn.Module):
 
     def hidden(self, ids, positions=None, attention_mask=None, cache=None):
         """ids [B, T] -> what the head reads, [B, T, C]. Training takes the head only where a response token is
-        predicted.
+        predicted, and only its log-probability: see `token_logprobs`.
 
         attention_mask [B, S]: 1 for tokens, 0 for padding, over the S = cache.length + T columns seen so far; None:
         no padding. positions [B, T]: None means cumsum(attention_mask) - 1, so padding on the left does not count.
@@ -226,6 +254,15 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += T
         return self.ln_f(x)
+
+    def token_logprobs(self, hidden, targets, temperature=1.0):
+        """log softmax(head(hidden) / temperature)[targets]: hidden [..., C], targets [...] -> [...]. The logits of many
+        tokens never exist at once (kernels/linear_logprob.py)."""
+        return linear_logprobs(hidden, self.lm_head.weight, targets, temperature, self.config.vocab_size)
+
+    def token_logprobs_and_entropy(self, hidden, targets, temperature=1.0):
+        """The same, and the entropy [...] of each distribution."""
+        return linear_logprobs_and_entropy(hidden, self.lm_head.weight, targets, temperature, self.config.vocab_size)
 
     def response_hidden(self, rollout, rows):
         """What the head reads to predict the response tokens of these rows, [N, C], N = mask[rows].sum(), in the
@@ -434,8 +471,10 @@ def main(config):
         total = 0.0
         for rows in common.by_length(list(map(len, documents)), config.micro_batch):
             ids, mask = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
-            logits = model(ids[:, :-1])  # [b, L-1, V]; padding is on the right, where causal attention never looks
-            logp = token_logprobs(logits, ids[:, 1:])  # [b, L-1]
+            hidden = model.hidden(
+                ids[:, :-1]
+            )  # [b, L-1, C]; padding is on the right, where causal attention never looks
+            logp = model.token_logprobs(hidden, ids[:, 1:])  # [b, L-1]
             loss = -(logp * mask[:, 1:]).sum() / n_targets
             loss.backward()
             total += loss.item()

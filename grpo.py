@@ -46,7 +46,7 @@ import common
 from data import accuracy_reward, get_tokenizer, stories
 from data.evaluation import evaluate, require_room, sample_responses
 from gpt import GPT, GPTConfig, Rollout
-from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
+from kernels import kl_estimate, token_kl
 
 # The variants as settings of the same switches; a flag given on the command line overrides its entry. GSPO's ratio is a
 # mean over the response and hardly leaves 1, hence its tiny range. CISPO's clip_low=1 means no lower bound, its
@@ -234,11 +234,10 @@ def overlong_penalty(lengths, max_tokens, buffer):
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def response_logits(model, rollout, rows):
-    """Logits [N, V] that predict the response tokens of these rows, and those tokens [N]. The head sees nothing
-    else."""
+def response_states(model, rollout, rows):
+    """What the head reads to predict the response tokens of these rows, [N, C], and those tokens [N]."""
     tokens = rollout.ids[rows, rollout.prompt_len :][rollout.mask[rows].bool()]
-    return model.lm_head(model.response_hidden(rollout, rows)), tokens
+    return model.response_hidden(rollout, rows), tokens
 
 
 def to_slots(values, mask):
@@ -251,8 +250,8 @@ def rollout_logprobs(model, rollout, micro_batches, temperature):
     """Log-probabilities [B, T] of a rollout's tokens under `model`."""
     logp = torch.zeros_like(rollout.logp)
     for rows in micro_batches:
-        logits, tokens = response_logits(model, rollout, rows)
-        logp[rows] = to_slots(token_logprobs(logits, tokens, temperature), rollout.mask[rows])
+        hidden, tokens = response_states(model, rollout, rows)
+        logp[rows] = to_slots(model.token_logprobs(hidden, tokens, temperature), rollout.mask[rows])
     return logp
 
 
@@ -364,14 +363,14 @@ def main(config):
             n_rows, n_tokens = sum(map(len, minibatch)), int(lengths[torch.cat(minibatch)].sum())
             denominator = {"sequence": n_rows, "token": n_tokens, "constant": n_rows * config.max_new_tokens}
             for rows in minibatch:
-                logits, targets = response_logits(policy, rollout, rows)  # [N, V], [N]
-                logp, entropy = token_logprobs_and_entropy(logits, targets, config.temperature)  # [N], [N]
+                hidden, targets = response_states(policy, rollout, rows)  # [N, C], [N]
+                logp, entropy = policy.token_logprobs_and_entropy(hidden, targets, config.temperature)  # [N], [N]
                 logp, entropy = to_slots(logp, mask[rows]), entropy.detach()  # [b, T]; the entropy is only looked at
                 exact_kl = None
                 if config.kl == "exact" and reference:
                     with torch.no_grad():
-                        ref_logits, _ = response_logits(reference, rollout, rows)
-                    exact_kl = to_slots(token_kl(logits, ref_logits, config.temperature), mask[rows])
+                        ref_logits = reference.lm_head(reference.response_hidden(rollout, rows))  # [N, V]
+                    exact_kl = to_slots(token_kl(policy.lm_head(hidden), ref_logits, config.temperature), mask[rows])
                 loss, part = policy_loss(
                     logp, logp.detach() if old_logp is None else old_logp[rows], advantages[rows], mask[rows],
                     clip_low=config.clip_low, clip_high=config.clip_high, aggregate=config.aggregate,

@@ -30,7 +30,6 @@ import common
 from data import get_tokenizer, stories
 from data.evaluation import evaluate, habits, require_room
 from gpt import GPT, GPTConfig, right_pad
-from kernels import token_logprobs
 
 
 @dataclass
@@ -117,10 +116,9 @@ def main(config):
             predicts = predicts_response(prompt_lengths, attention.sum(1), ids.shape[1])  # [b, L]
             ids, predicts = ids.to(config.device), predicts.to(config.device)
             hidden = model.hidden(ids)[predicts]  # [N, C], N response tokens
-            targets = ids.roll(-1, dims=1)[
-                predicts
-            ]  # [N] the next token; the column that wraps around is never selected
-            logp = token_logprobs(model.lm_head(hidden), targets)  # [N]
+            # [N] the next token; the column that wraps around is never selected
+            targets = ids.roll(-1, dims=1)[predicts]
+            logp = model.token_logprobs(hidden, targets)  # [N]
             loss = token_mean(-logp, tokens=n_targets)
             loss.backward()
             total += loss.item()

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
 from gpt import GPT, GPTConfig
-from kernels import token_logprobs, token_logprobs_and_entropy
 
 V, L, H, C, CONTEXT, PROMPT, NEW, EOS = 512, 4, 4, 128, 128, 16, 32, 0
 ROWS, GROUP, WIDTH = 256, 8, 48
@@ -181,8 +180,7 @@ def our_grpo_step(model, prompts, eos, beta):
         advantages = grpo.group_advantages(torch.rand(ROWS // GROUP, GROUP)).view(-1)
         total = int(rollout.mask.sum())
         for rows in micro:
-            logits, targets = grpo.response_logits(model, rollout, rows)
-            logp, entropy = token_logprobs_and_entropy(logits, targets)
+            logp, entropy = model.token_logprobs_and_entropy(*grpo.response_states(model, rollout, rows))
             logp = grpo.to_slots(logp, rollout.mask[rows])
             loss, _ = grpo.policy_loss(logp, logp.detach(), advantages[rows], rollout.mask[rows], ref_logp=ref_logp[rows] if beta else None,
                                        beta=beta, denominator=total)  # fmt: skip
@@ -261,7 +259,7 @@ def bench_training(rounds):
 
     def ours():
         for part in ids.split(32):
-            (-token_logprobs(model(part[:, :-1]), part[:, 1:]).sum() / (ROWS * WIDTH)).backward()
+            (-model.token_logprobs(model.hidden(part[:, :-1]), part[:, 1:]).sum() / (ROWS * WIDTH)).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -35,6 +35,39 @@ def test_logits_equal_transformers(tiny_model):
         torch.testing.assert_close(tiny_model(ids), hf_gpt2(tiny_model)(ids).logits, rtol=0, atol=1e-5)
 
 
+def test_padded_vocabulary(tiny_model, tmp_path):
+    """61 tokens, 64 rows: the padding is never sampled, enters no softmax, gets no gradient and is in no checkpoint."""
+    model = tiny_model
+    rows = model.wte.weight
+    assert rows.shape[0] == 64 and rows[61:].eq(0).all()
+    ids = torch.randint(0, 61, (4, 12))
+    before = model(ids).detach()
+    with torch.no_grad():
+        rows[61:] = 1e3 * torch.sign(model.hidden(ids)[0, 0])  # padding whose logits would win
+    assert model(ids).shape[-1] == 61 and torch.equal(model(ids), before)
+    for temperature, top_k in ((1.0, None), (0, None), (5.0, 62)):
+        rollout = model.generate([[1, 2, 3]] * 64, 20, temperature, top_k, generator=torch.Generator().manual_seed(0))
+        assert rollout.ids.max() < 61
+        flat = model(rollout.ids)[:, 2:-1] / (temperature or 1)
+        expected = flat.log_softmax(-1).gather(-1, rollout.ids[:, 3:, None])[..., 0]
+        torch.testing.assert_close(rollout.logp, expected.detach(), rtol=0, atol=1e-4)
+    logp, entropy = model.token_logprobs_and_entropy(model.hidden(ids[:, :-1]), ids[:, 1:])
+    log_p = before[:, :-1].log_softmax(-1)
+    torch.testing.assert_close(logp, log_p.gather(-1, ids[:, 1:, None])[..., 0])
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1))
+    assert torch.equal(logp, model.token_logprobs(model.hidden(ids[:, :-1]), ids[:, 1:]))
+    (logp.sum() + entropy.sum()).backward()
+    assert rows.grad[61:].eq(0).all() and rows.grad[:61].abs().sum() > 0
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name in ("wte.weight", "lm_head.weight"):
+        assert saved[name].shape == (61, 32) and saved[name].untyped_storage().nbytes() == 61 * 32 * 4
+    other = GPT(GPTConfig(vocab_size=61, context=40, n_layer=2, n_head=2, n_embd=32))
+    other.load_state_dict(saved)
+    assert torch.equal(other(ids), before) and other.wte.weight is other.lm_head.weight
+    assert other.wte.weight[61:].eq(0).all() and saved["wte.weight"].shape == (61, 32)  # the caller's are left alone
+
+
 def test_greedy_equals_transformers(tiny_model):
     hf = hf_gpt2(tiny_model)
     for prompt in PROMPTS:

@@ -175,8 +175,7 @@ def step_gradient(model, rollout, advantages, micro_batches, aggregate):
     B = len(advantages)
     denominator = {"sequence": B, "token": int(rollout.mask.sum()), "constant": B * 12}[aggregate]
     for rows in micro_batches:
-        logits, targets = grpo.response_logits(model, rollout, rows)
-        logp = grpo.to_slots(grpo.token_logprobs(logits, targets), rollout.mask[rows])
+        logp = grpo.to_slots(model.token_logprobs(*grpo.response_states(model, rollout, rows)), rollout.mask[rows])
         loss, _ = grpo.policy_loss(
             logp, logp.detach(), advantages[rows], rollout.mask[rows], aggregate=aggregate, denominator=denominator
         )
@@ -211,8 +210,9 @@ def test_rollout_logprobs_agree_with_the_sampler(tiny_model):
     torch.testing.assert_close(logp, rollout.logp, rtol=0, atol=1e-5)
     # the training pass over the same micro-batches gives the same bits: the first ratio is exactly 1
     for rows in micro:
-        logits, targets = grpo.response_logits(tiny_model, rollout, rows)
-        assert torch.equal(grpo.to_slots(grpo.token_logprobs(logits, targets, 0.7), rollout.mask[rows]), logp[rows])
+        hidden, targets = grpo.response_states(tiny_model, rollout, rows)
+        again, _ = tiny_model.token_logprobs_and_entropy(hidden, targets, 0.7)
+        assert torch.equal(grpo.to_slots(again, rollout.mask[rows]), logp[rows])
 
 
 # ---- learning, on a world small enough to learn from nothing: the prompt is two digits, the answer their larger one, then stop
@@ -258,7 +258,7 @@ def babbler(seed):
                 if texts[-1][-1] == 6:
                     break
         ids, mask = gpt.right_pad(texts)
-        logp = grpo.token_logprobs(model(ids[:, :-1]), ids[:, 1:])
+        logp = model.token_logprobs(model.hidden(ids[:, :-1]), ids[:, 1:])
         (-(logp * mask[:, 1:]).sum() / mask[:, 1:].sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -275,10 +275,10 @@ def no_eos_in_mask(generate):
     return mutant
 
 
-def shifted_by_one(response_logits):
+def shifted_by_one(response_states):
     def mutant(model, rollout, rows):  # logits[t] scored against the token before the one that they predict
-        logits, _ = response_logits(model, rollout, rows)
-        return logits, rollout.ids[rows, rollout.prompt_len - 1 : -1][rollout.mask[rows].bool()]
+        hidden, _ = response_states(model, rollout, rows)
+        return hidden, rollout.ids[rows, rollout.prompt_len - 1 : -1][rollout.mask[rows].bool()]
 
     return mutant
 
@@ -303,7 +303,7 @@ def test_learning(tmp_path, monkeypatch, mutant, seed):
         right = grpo.group_advantages
         monkeypatch.setattr(grpo, "group_advantages", lambda *args, **kw: -right(*args, **kw))
     elif mutant == "log-probs shifted by one":
-        monkeypatch.setattr(grpo, "response_logits", shifted_by_one(grpo.response_logits))
+        monkeypatch.setattr(grpo, "response_states", shifted_by_one(grpo.response_states))
     checkpoint = dict(script="sft", step=1, steps=1, config={}, tokenizer=common.fingerprint(DIGITS), model=model.state_dict(),
                       model_config=dataclasses.asdict(model.config))  # fmt: skip
     torch.save(checkpoint, tmp_path / "init.pt")

@@ -364,9 +364,9 @@ def test_not_finite(chain, tmp_path, monkeypatch, script):
 
         monkeypatch.setattr(grpo, "policy_loss", poisoned)
     else:
-        plain, count = module.token_logprobs, []
+        plain, count = gpt.GPT.token_logprobs, []
         monkeypatch.setattr(
-            module,
+            gpt.GPT,
             "token_logprobs",
             lambda *args: plain(*args) * (float("nan") if count.append(1) or len(count) > 7 else 1),
         )

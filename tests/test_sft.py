@@ -6,7 +6,6 @@ import torch
 import common
 import gpt
 import sft
-from kernels import token_logprobs
 
 
 def test_mask_covers_first_response_token_and_eos_and_never_the_prompt():
@@ -34,7 +33,7 @@ def test_any_split_gives_the_same_gradient(tiny_model, split):
         for rows in parts:
             ids, attention = gpt.right_pad([prompts[i] + responses[i] for i in rows])
             mask = sft.predicts_response(torch.tensor([len(prompts[i]) for i in rows]), attention.sum(1), ids.shape[1])
-            logp = token_logprobs(tiny_model.lm_head(tiny_model.hidden(ids)[mask]), ids.roll(-1, 1)[mask])
+            logp = tiny_model.token_logprobs(tiny_model.hidden(ids)[mask], ids.roll(-1, 1)[mask])
             sft.token_mean(-logp, tokens=sum(map(len, responses))).backward()
         return torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
 
