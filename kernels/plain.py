@@ -1,8 +1,11 @@
 """The plain-PyTorch twins of the kernels: the same maths on every device, for every dtype and platform.
 
 They never hold more of the vocabulary's size than the gradient they fill and one chunk of rows, which stays in the
-cache from its first operation to its last. They compute in float64 for float64 logits and in float32 otherwise, and
-recompute the softmax in the backward pass: that is as fast as reading it, and needs nothing saved.
+cache from its first operation to its last. They compute in float64 for float64 logits and in float32 otherwise. Like the
+kernels they save m = max x and d = sum_v e^((x_v - m) / T) of each row for the backward pass.
+
+(torch.log_softmax would be two lines shorter, but on a CPU it adds up the vocabulary one after the other: with 50257
+tokens its float32 result is off by 2e-5. torch.sum adds pairwise.)
 """
 
 import math
@@ -10,7 +13,7 @@ import math
 import torch
 
 # Logits per chunk: small enough for a CPU's cache, large enough to keep a GPU busy
-CHUNK = {"cpu": 2**19, "cuda": 2**25, "mps": 2**25}
+CHUNK = {"cpu": 2**20, "cuda": 2**25, "mps": 2**25}
 
 
 def chunks(*rows):
@@ -40,13 +43,10 @@ def _buffers(count, x, dtype, vocab_size):
     return torch.empty(count, rows, vocab_size, dtype=dtype, device=x.device)
 
 
-def _softmax(x, temperature, out, function=torch.softmax):
-    """softmax or log_softmax of x / temperature, [n, V], into `out` (which may be x)."""
-    if temperature != 1.0 or x.dtype != out.dtype or not x.is_contiguous():
-        x = out.copy_(x)
-    if temperature != 1.0:  # the maximum goes first: dividing logits around 1e8 would round off their differences
-        x.sub_(x.amax(-1, keepdim=True)).div_(temperature)
-    return function(x, -1, out=out)
+def _shifted(x, m, temperature, out):
+    """(x - m) / T of rows [n, V] into `out`, which may be x: never above 0, and exact for close logits at any offset."""
+    out = torch.sub(x, m, out=out) if x.dtype == out.dtype else out.copy_(x).sub_(m)
+    return out if temperature == 1.0 else out.div_(temperature)
 
 
 def _columns(targets, vocab_size):
@@ -57,67 +57,80 @@ def _columns(targets, vocab_size):
 
 
 def logprob_forward(logits, targets, temperature, vocab_size, logp, entropy, saved):
-    """logits [..., W], targets [...]: fills logp [...] and, if it is not None, entropy [...]. `saved` stays as it is."""
-    logp = logp.view(-1)  # [N]
+    """logits [..., W], targets [...]: fills logp [...], entropy [...] (if it is not None), and saved [2, N] with m and d
+    of each row."""
     inside, column = _columns(targets, vocab_size)
     buffers = _buffers(1 if entropy is None else 2, logits, logp.dtype, vocab_size)
     for rows, x in chunks(logits):
-        log_p = _softmax(x[:, :vocab_size], temperature, buffers[0, : len(x)], torch.log_softmax)  # [n, V]
-        logp[rows] = torch.where(inside[rows], log_p.gather(1, column[rows])[:, 0], 0.0)
-        if entropy is not None:
-            log_p.clamp_(min=-1e3)  # p is 0 there, and so is p log p: not 0 * -inf
-            p = torch.exp(log_p, out=buffers[1, : len(x)])
-            entropy.view(-1)[rows] = p.mul_(log_p).sum(-1).neg_()
+        x = x[:, :vocab_size]
+        m = x.amax(-1, keepdim=True).to(logp.dtype)  # [n, 1]
+        y = _shifted(x, m, temperature, buffers[0, : len(x)])  # [n, V]
+        y_target = y.gather(1, column[rows])[:, 0]  # [n]
+        if entropy is None:
+            d = y.exp_().sum(-1)
+        else:
+            y.clamp_(min=-1e3)  # e^y is 0 there, and so is e^y y: not 0 * -inf
+            e = torch.exp(y, out=buffers[1, : len(x)])
+            d = e.sum(-1)
+            entropy.view(-1)[rows] = d.log() - e.mul_(y).sum(-1) / d
+        logp.view(-1)[rows] = torch.where(inside[rows], y_target - d.log(), 0.0)
+        saved[0, rows], saved[1, rows] = m[:, 0], d
 
 
 def logprob_backward(logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, gradient):
     """Fills `gradient` [..., W], which may be the logits. g_logp [...]; g_entropy [...] or None."""
-    dtype = g_logp.dtype
     inside, column = _columns(targets, vocab_size)
+    m, d = saved[:, :, None]  # [N, 1] each
     g = torch.where(inside, g_logp.reshape(-1), 0.0)[:, None] / temperature  # [N, 1]
-    own = gradient.dtype != dtype or gradient.shape[-1] != vocab_size  # else the gradient itself is the buffer
-    buffers = _buffers(own + (g_entropy is not None), logits, dtype, vocab_size)
+    if g_entropy is not None:
+        h = g_entropy.reshape(-1, 1) / temperature
+        offset = entropy.reshape(-1, 1) - d.log()
+    own = gradient.dtype != saved.dtype or gradient.shape[-1] != vocab_size  # else the gradient itself is the buffer
+    buffers = _buffers(own + (g_entropy is not None), logits, saved.dtype, vocab_size)
     for rows, x, dx in chunks(logits, gradient):
-        x, out = x[:, :vocab_size], buffers[-1, : len(x)] if own else dx  # [n, V]
-        # dx = (g (1[v = target] - p) - h p (ln p + entropy)) / T
+        y = _shifted(x[:, :vocab_size], m[rows], temperature, buffers[-1, : len(x)] if own else dx)  # [n, V]
+        # dx = (g (1[v = target] - p) - h p (ln p + entropy)) / T, with p = e^y / d and ln p = y - ln d
         if g_entropy is None:
-            _softmax(x, temperature, out).mul_(-g[rows]).masked_fill_(~inside[rows, None], 0.0)
+            y.exp_().mul_(-g[rows] / d[rows]).masked_fill_(~inside[rows, None], 0.0)
         else:
-            h = g_entropy.reshape(-1, 1)[rows] / temperature  # [n, 1]
-            log_p = _softmax(x, temperature, out, torch.log_softmax).clamp_(min=-1e3)
-            p = torch.exp(log_p, out=buffers[0, : len(x)])
-            log_p.mul_(-h).sub_(g[rows] + h * entropy.reshape(-1, 1)[rows]).mul_(p)
-        out.scatter_add_(1, column[rows], g[rows])
+            e = torch.exp(y.clamp_(min=-1e3), out=buffers[0, : len(x)])
+            y.add_(offset[rows]).mul_(-h[rows] / d[rows]).sub_(g[rows] / d[rows]).mul_(e)
+        y.scatter_add_(1, column[rows], g[rows])
         if own:
-            dx[:, :vocab_size] = out  # rounded to the logits' dtype once
+            dx[:, :vocab_size] = y  # rounded to the logits' dtype once
             dx[:, vocab_size:] = 0.0
 
 
-def _p_and_log_ratio(x, y, temperature, buffers):
-    """x, y [n, V] -> p and log(p / q), both [n, V], in the two buffers; the latter is 0 where p is 0."""
-    log_p, log_q = buffers[:, : len(x)]
-    _softmax(x, temperature, log_p, torch.log_softmax)
-    _softmax(y, temperature, log_q, torch.log_softmax)
-    log_ratio = torch.sub(log_p, log_q, out=log_q)
-    p = log_p.exp_()
-    return p, log_ratio.masked_fill_(p == 0, 0.0)
-
-
 def kl_forward(logits, ref_logits, temperature, vocab_size, kl, saved):
-    """logits, ref_logits [..., W]: fills kl [...]. `saved` stays as it is."""
+    """logits, ref_logits [..., W]: fills kl [...] and saved [4, N] with m, n, a, b of each row (see kl.py)."""
     buffers = _buffers(2, logits, kl.dtype, vocab_size)
     for rows, x, y in chunks(logits, ref_logits):
-        p, log_ratio = _p_and_log_ratio(x[:, :vocab_size], y[:, :vocab_size], temperature, buffers)
-        kl.view(-1)[rows] = p.mul_(log_ratio).sum(-1)
+        x, y, buffer = x[:, :vocab_size], y[:, :vocab_size], buffers[:, : len(x)]
+        m, n = (z.amax(-1, keepdim=True).to(kl.dtype) for z in (x, y))  # [n, 1]
+        w = _shifted(y, n, temperature, buffer[1])  # [n, V]
+        b = torch.exp(w, out=buffer[0]).sum(-1)  # [n]
+        u = _shifted(x, m, temperature, buffer[0])
+        log_ratio = torch.sub(u, w, out=w)  # ln(p / q), but for ln(b / a)
+        e = u.exp_()
+        a = e.sum(-1)
+        log_ratio.masked_fill_(e == 0, 0.0)  # where both are -inf, or p is 0
+        kl.view(-1)[rows] = log_ratio.mul_(e).sum(-1) / a - a.log() + b.log()
+        saved[:, rows] = torch.stack([m[:, 0], n[:, 0], a, b])
 
 
 def kl_backward(logits, ref_logits, temperature, vocab_size, kl, saved, g_kl, gradient):
     """Fills `gradient` [..., W] of the policy's logits: g p (ln(p / q) - KL) / T."""
-    kl, g = kl.reshape(-1, 1), g_kl.reshape(-1, 1) / temperature  # [N, 1]
+    m, n, a, b = saved[:, :, None]  # [N, 1] each
+    offset = b.log() - a.log() - kl.reshape(-1, 1)
+    factor = g_kl.reshape(-1, 1) / temperature / a
     buffers = _buffers(2, logits, kl.dtype, vocab_size)
     for rows, x, y, dx in chunks(logits, ref_logits, gradient):
-        p, log_ratio = _p_and_log_ratio(x[:, :vocab_size], y[:, :vocab_size], temperature, buffers)
-        dx[:, :vocab_size] = log_ratio.sub_(kl[rows]).mul_(p).mul_(g[rows])
+        u = _shifted(x[:, :vocab_size], m[rows], temperature, buffers[0, : len(x)])  # [n, V]
+        w = _shifted(y[:, :vocab_size], n[rows], temperature, buffers[1, : len(x)])
+        log_ratio = torch.sub(u, w, out=w)
+        e = u.exp_()
+        log_ratio.masked_fill_(e == 0, 0.0)
+        dx[:, :vocab_size] = log_ratio.add_(offset[rows]).mul_(e).mul_(factor[rows])
         dx[:, vocab_size:] = 0.0
 
 
@@ -140,5 +153,5 @@ def _k3(x):
     s = torch.where(near, x, 0.0)
     series = s * s * (1 / 2 + s * (1 / 6 + s * (1 / 24 + s * (1 / 120 + s * (1 / 720 + s / 5040)))))
     x = torch.where(near, 1.0, x)
-    far = torch.expm1(x.clamp(max=80.0)) - x + (x - 80.0).clamp(min=0.0) * math.exp(80.0)
+    far = torch.expm1(x.clamp(max=80.0)) - x + torch.relu(x - 80.0) * math.exp(80.0)
     return torch.where(near, series, far)

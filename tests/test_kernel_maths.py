@@ -1,7 +1,8 @@
-"""The Triton kernels against float64: on a GPU where there is one, in Triton's interpreter elsewhere.
+"""The kernels against float64: the plain-PyTorch twins, and the Triton kernels on a GPU where there is one and in
+Triton's interpreter elsewhere.
 
-Each case below is run with the kernels as they are, and has to pass. Each mutant at the end is a kernel with one plausible
-mistake in it, and names the case that has to catch it.
+Each case below is run with each implementation as it is, and has to pass. Each mutant at the end is a Triton kernel with
+one plausible mistake in it, and names the case that has to catch it.
 
 Tolerances follow from rounding. The kernels compute in float32, whose unit is 2^-24: a log-probability is a difference of
 two numbers of its own size or log V, each with a few roundings, so 2^-21 of it and 2^-20 of 1 are allowed; a gradient
@@ -16,18 +17,28 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
-from kernels import kl, logprob
+from kernels import plain
+
+try:
+    from kernels import kl, logprob
+except ImportError:  # no Triton on this platform
+    kl = logprob = None
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
-ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def rounding(k, dtype):
+    interpreted = DEVICE == "cpu" and k is not plain
+    return {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-7 if interpreted else 2**-8}[dtype]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """A row of a few hundred logits already has several blocks and a tail."""
-    for module in (logprob, kl):
+    """A row of a few hundred logits already has several blocks and a tail, and a few rows are several chunks."""
+    monkeypatch.setitem(plain.CHUNK, DEVICE, 700)
+    for module in (logprob, kl) if logprob else ():
         monkeypatch.setattr(module, "FORWARD_BLOCK", 256)
         monkeypatch.setattr(module, "BACKWARD_BLOCK", 128)
 
@@ -80,7 +91,7 @@ def check_logprob(k, logits, targets=None, T=1.0, V=None, entropy=True, in_place
     dx = logits if in_place else torch.full(logits.shape, 7.0, dtype=logits.dtype, device=DEVICE)
     k.logprob_backward(logits, targets, T, V, logp if got_H is None else got_H, saved, g, h if entropy else None, dx)
     bound = (g.abs() + h.abs() * H.clamp(min=1) * entropy)[..., None] / T
-    assert_near(dx, exact_dx, 2**-20 * bound + ROUNDING[logits.dtype] * exact_dx.abs() + 2**-24)
+    assert_near(dx, exact_dx, 2**-20 * bound + rounding(k, logits.dtype) * exact_dx.abs() + 2**-24)
 
 
 def check_kl(k, x, y, T=1.0, V=None):
@@ -99,7 +110,7 @@ def check_kl(k, x, y, T=1.0, V=None):
     k.kl_backward(x, y, T, V, kl, saved, g, dx)
     exact_dx = torch.nn.functional.pad(g[..., None] * p * (log_ratio - exact[..., None]) / T, (0, x.shape[-1] - V))
     finite = exact.isfinite()  # an infinite KL has no gradient
-    bound = 2**-20 * (g.abs() * (1 + size))[..., None] / T + ROUNDING[x.dtype] * exact_dx.abs() + 2**-24
+    bound = 2**-20 * (g.abs() * (1 + size))[..., None] / T + rounding(k, x.dtype) * exact_dx.abs() + 2**-24
     assert_near(dx[finite], exact_dx[finite], bound[finite])
 
 
@@ -108,7 +119,7 @@ def check_kl(k, x, y, T=1.0, V=None):
 
 def sizes(k):
     for V in (1, 2, 7, 63, 64, 65, 257, 1000):
-        for dtype in ROUNDING:
+        for dtype in DTYPES:
             check_logprob(k, random(3, V, dtype=dtype), T=0.7)
         check_logprob(k, random(3, V), entropy=False)
 
@@ -205,7 +216,7 @@ def confident(k):
 
 
 def in_place(k):
-    for dtype in ROUNDING:
+    for dtype in DTYPES:
         buffer = torch.full((4, 384), torch.nan, dtype=dtype, device=DEVICE)
         buffer[:, :300] = random(4, 300)
         check_logprob(k, buffer[:, :320], V=300, T=2.0, in_place=True)
@@ -241,7 +252,7 @@ def beyond_int32_gradient(k):
 
 def kl_sizes(k):
     for V in (1, 2, 7, 63, 64, 65, 257, 1000):
-        for dtype in ROUNDING:
+        for dtype in DTYPES:
             check_kl(k, random(3, V, dtype=dtype), random(3, V, dtype=dtype, seed=5), T=0.7)
     for T in (0.1, 10.0):
         check_kl(k, random(3, 300), random(3, 300, seed=5), T)
@@ -305,9 +316,15 @@ LOGPROB_CASES = [sizes, whole_vocabulary, temperatures, padded_rows, strides, mi
 KL_CASES = [kl_sizes, kl_whole_vocabulary, kl_near_zero, kl_strides, kl_rising, kl_minus_infinity, kl_beyond_int32]
 
 
+@pytest.mark.parametrize("case", LOGPROB_CASES + KL_CASES, ids=lambda case: case.__name__)
+def test_plain(case):
+    case(plain)
+
+
+@pytest.mark.skipif(logprob is None, reason="Triton is not installed")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", LOGPROB_CASES + KL_CASES, ids=lambda case: case.__name__)
-def test_kernels(case):
+def test_triton(case):
     case(kl if case in KL_CASES else logprob)
 
 
@@ -351,6 +368,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.skipif(logprob is None, reason="Triton is not installed")
 @pytest.mark.skipif(DEVICE == "cuda", reason="a mutant may read where it must not: only in the interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mistake, file, old, new, case", MUTANTS, ids=[mutant[0] for mutant in MUTANTS])
