@@ -421,3 +421,26 @@ print((peak() - before) / (4096 * 50257 * 4))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert 1.98 < float(done.stdout) < 2.2, done.stdout
+
+
+def test_bench_on_small_sizes(monkeypatch, capsys):
+    """What the benchmark does on a GPU, on this machine and on hardly any data."""
+    from kernels import bench
+
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
+    bench.check("cpu", N=3)
+    bench.table("cpu", [(5, 64, 50)])
+    bench.head_table("cpu", 6, 8, 64)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("kernels" in line for line in lines) == 6 and sum("%" in line for line in lines) >= 11
+    if not torch.cuda.is_available():
+        bench.main()
+        assert capsys.readouterr().out.startswith("No GPU here")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_compiled_for_four_gpus():
+    """No spills, wide accesses, few instructions: the limits are in kernels/inspect.py, which exits with 1 beyond them."""
+    done = subprocess.run([sys.executable, "-m", "kernels.inspect"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith(("logprob", "kl "))]) == 48

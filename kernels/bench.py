@@ -1,0 +1,226 @@
+"""Times the kernels on a GPU, beside what one would use instead:
+
+    python -m kernels.bench       under two minutes
+
+First the results are checked against float64. Then, for forward + backward: milliseconds, GB/s by the bytes that have to
+move (so a slower way shows a lower number, whatever it moves itself), percent of the rate at which this GPU copies memory,
+measured in the same run, and how much memory it takes at its peak beyond the logits.
+
+    log-prob             2 bytes a logit forward, 4 backward (bfloat16)          6
+    log-prob, entropy    the same                                               6
+    exact KL             4 forward (policy and reference), 6 backward           10
+
+Without a GPU it prints these bytes for each size, and nothing is timed.
+"""
+
+import functools
+import math
+import statistics
+import time
+
+import torch
+
+from . import linear_logprobs, token_kl, token_logprobs, token_logprobs_and_entropy
+
+SIZES = [(8192, 50304, 50257), (65536, 50304, 50257), (8192, 151936, 151936), (65536, 151936, 151936)]  # N, W, V
+BYTES = {"log-prob": 6, "log-prob, entropy": 6, "exact KL": 10}
+HEAD = (8192, 4096, 151936)  # N, C, V
+
+
+# What one would write without kernels. Each takes logits [N, W] and returns [N] values to sum up.
+
+
+def eager_logprob(logits, other, targets, V):
+    return logits[:, :V].float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def eager_entropy(logits, other, targets, V):
+    log_p = logits[:, :V].float().log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0] - (log_p.exp() * log_p).sum(-1)
+
+
+def eager_kl(logits, other, targets, V):
+    log_p, log_q = logits[:, :V].float().log_softmax(-1), other[:, :V].float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def our_logprob(logits, other, targets, V, inplace=False):
+    return token_logprobs(logits, targets, vocab_size=V, inplace_backward=inplace)
+
+
+def our_entropy(logits, other, targets, V, inplace=False):
+    logp, entropy = token_logprobs_and_entropy(logits, targets, vocab_size=V, inplace_backward=inplace)
+    return logp + entropy
+
+
+def our_kl(logits, other, targets, V):
+    return token_kl(logits, other, vocab_size=V)
+
+
+def liger_logprob():
+    """Liger's cross-entropy with a loss per token, or None if Liger is not installed."""
+    try:
+        from liger_kernel.transformers import LigerCrossEntropyLoss
+    except ImportError:
+        return None
+    loss = LigerCrossEntropyLoss(reduction="none")
+    return lambda logits, other, targets, V: -loss(logits, targets)
+
+
+def implementations():
+    """What is measured. The ways in place overwrite the logits, and so does Liger; a time does not depend on values."""
+    return {
+        "log-prob": {
+            "kernels": our_logprob,
+            "kernels, in place": functools.partial(our_logprob, inplace=True),
+            "eager PyTorch": eager_logprob,
+            "torch.compile": torch.compile(eager_logprob, fullgraph=True),
+            "Liger": liger_logprob(),
+        },
+        "log-prob, entropy": {
+            "kernels": our_entropy,
+            "kernels, in place": functools.partial(our_entropy, inplace=True),
+            "eager PyTorch": eager_entropy,
+            "torch.compile": torch.compile(eager_entropy, fullgraph=True),
+        },
+        "exact KL": {
+            "kernels": our_kl,
+            "eager PyTorch": eager_kl,
+            "torch.compile": torch.compile(eager_kl, fullgraph=True),
+        },
+    }
+
+
+def seconds(function, device, rounds=10):
+    """Median time of one call."""
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(rounds):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            function()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def peak_memory(function, device):
+    """GB that a call takes at its peak, beyond what is there already."""
+    if device != "cuda":
+        return math.nan
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def forward_backward(function, logits, other, targets, V):
+    values = function(logits, other, targets, V)
+    (gradient,) = torch.autograd.grad(values, logits, torch.ones_like(values))
+    return values, gradient
+
+
+def copy_rate(device, size=2**31):
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), device)
+
+
+def data(N, W, device):
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(N, W, dtype=torch.bfloat16, device=device).normal_(0, 3, generator=generator)
+    return logits, torch.randint(0, min(W, 50000), (N,), device=device, generator=generator)
+
+
+def check(device, N=64):
+    """The kernels on `device` against float64; raises if they differ by more than rounding."""
+    for W, V in {(W, V) for _, W, V in SIZES}:
+        logits, targets = data(N, W, device)
+        other, exact = logits.flip(0), logits.double().requires_grad_()
+        logits.requires_grad_()
+        log_p, log_q = exact[:, :V].log_softmax(-1), other[:, :V].double().log_softmax(-1)
+        logp, p = log_p.gather(-1, targets[:, None])[:, 0], log_p.exp()
+        for ours, expected in (
+            (our_logprob, logp),
+            (our_entropy, logp - (p * log_p).sum(-1)),
+            (our_kl, (p * (log_p - log_q)).sum(-1)),
+        ):
+            values, gradient = forward_backward(ours, logits, other, targets, V)
+            torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=4e-6)
+            (exact_gradient,) = torch.autograd.grad(expected.sum(), exact, retain_graph=True)
+            torch.testing.assert_close(gradient.double(), exact_gradient, rtol=2**-7, atol=1e-6)
+
+
+def table(device, sizes):
+    rate = copy_rate(device, 2**31 if device == "cuda" else 2**24)
+    print(f"copying memory: {rate / 1e9:.0f} GB/s\n")
+    print(f"{'':18}{'V':>8}{'N':>7}  {'':18}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'peak GB':>9}")
+    ways = implementations()
+    for N, W, V in sizes:
+        logits, targets = data(N, W, device)
+        other = torch.empty_like(logits).normal_(0, 3)
+        for tensor in (logits, other, targets):
+            torch._dynamo.mark_dynamic(tensor, 0)  # one compilation for all N
+        logits.requires_grad_()
+        for operation in ways:
+            for name, function in ways[operation].items():
+                print(f"{operation:18}{V:>8}{N:>7}  {name:18}", end="", flush=True)
+                if function is None:
+                    print("  not installed")
+                    continue
+                call = functools.partial(forward_backward, function, logits, other, targets, V)
+                try:
+                    call()  # compiles
+                    memory, t = peak_memory(call, device), seconds(call, device)
+                except torch.OutOfMemoryError:
+                    print("  out of memory")
+                    continue
+                moved = BYTES[operation] * N * V / t
+                print(f"{t * 1e3:9.2f}{moved / 1e9:8.0f}{moved / rate:9.0%}{memory:9.1f}")
+
+
+def head_table(device, N, C, V):
+    """The chunked head beside head and log-prob one after the other."""
+    hidden = torch.randn(N, C, dtype=torch.bfloat16, device=device).requires_grad_()
+    weight = torch.randn(V, C, dtype=torch.bfloat16, device=device).mul_(C**-0.5).requires_grad_()
+    targets = torch.randint(0, V, (N,), device=device)
+
+    def gradients(function):
+        return torch.autograd.grad(function(hidden, weight).sum(), (hidden, weight))
+
+    print(f"\nhead and log-prob of {N} tokens, width {C}, {V} logits, forward + backward{'ms':>15}{'peak GB':>9}")
+    for name, function in (
+        ("chunked", lambda hidden, weight: linear_logprobs(hidden, weight, targets)),
+        ("head, then the kernels", lambda hidden, weight: token_logprobs(hidden @ weight.T, targets)),
+        ("head, then eager PyTorch", lambda hidden, weight: eager_logprob(hidden @ weight.T, None, targets, V)),
+    ):
+        call = functools.partial(gradients, function)
+        print(f"{name:77}{seconds(call, device, 5) * 1e3:9.1f}{peak_memory(call, device):9.1f}")
+
+
+def main():
+    if not torch.cuda.is_available():
+        print("No GPU here: nothing is timed. What forward and backward have to move, in bfloat16:\n")
+        print(f"{'':18}{'bytes/logit':>13}" + "".join(f"{f'{N} x {V}':>17}" for N, _, V in SIZES))
+        for operation, size in BYTES.items():
+            print(f"{operation:18}{size:>13}" + "".join(f"{size * N * V / 1e9:>14.1f} GB" for N, _, V in SIZES))
+        return
+    import triton
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    check("cuda")
+    print("results checked against float64")
+    table("cuda", SIZES)
+    head_table("cuda", *HEAD)
+
+
+if __name__ == "__main__":
+    main()
