@@ -80,6 +80,7 @@ def logprob_forward(logits, targets, temperature, vocab_size, logp, entropy, sav
 def logprob_backward(logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, gradient):
     """Fills `gradient` [..., W], which may be the logits. g_logp [...]; g_entropy [...] or None."""
     inside, column = _columns(targets, vocab_size)
+    all_inside = bool(inside.all())
     m, d = saved[:, :, None]  # [N, 1] each
     g = torch.where(inside, g_logp.reshape(-1), 0.0)[:, None] / temperature  # [N, 1]
     if g_entropy is not None:
@@ -91,7 +92,9 @@ def logprob_backward(logits, targets, temperature, vocab_size, entropy, saved, g
         y = _shifted(x[:, :vocab_size], m[rows], temperature, buffers[-1, : len(x)] if own else dx)  # [n, V]
         # dx = (g (1[v = target] - p) - h p (ln p + entropy)) / T, with p = e^y / d and ln p = y - ln d
         if g_entropy is None:
-            y.exp_().mul_(-g[rows] / d[rows]).masked_fill_(~inside[rows, None], 0.0)
+            y.exp_().mul_(-g[rows] / d[rows])
+            if not all_inside:
+                y[~inside[rows]] = 0.0  # even if the logits are NaN
         else:
             e = torch.exp(y.clamp_(min=-1e3), out=buffers[0, : len(x)])
             y.add_(offset[rows]).mul_(-h[rows] / d[rows]).sub_(g[rows] / d[rows]).mul_(e)

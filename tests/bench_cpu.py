@@ -4,7 +4,8 @@ Everything is timed in one run on the same machine, medians of several rounds; t
 bound is the time of the bare matrix multiplies and attention of the same shapes (forward, and for training also
 backward), with nothing around them. Model: vocabulary 512, 4 layers, 4 heads, width 128, context 128, float32, two
 threads, random weights; the same weights in every peer. "Random lengths": the weights are set so that a response ends
-with the same chance at every token, 16 tokens on average of at most 32.
+with the same chance at every token, 16 tokens on average of at most 32. Parts d and e time single functions, and measure
+the memory they take at their peak; e needs 11 GB of it.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import io
 import itertools
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -289,10 +291,90 @@ def bench_training(rounds):
     ]
 
 
+# Each way runs in a process of its own, which prints seconds and how many bytes it took beyond what was there before
+IN_A_PROCESS = """
+import resource, sys, time, torch
+sys.path.insert(0, {root!r})
+from kernels import linear_logprobs, token_logprobs
+torch.set_num_threads(2)
+torch.manual_seed(0)
+def now():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+{setup}
+def step():
+    for leaf in leaves:
+        leaf.grad = None
+    ({way}).sum().backward()
+N, small = n, 4
+n = small
+make(); step()  # loads what the first call loads
+before = now()
+n = N
+make(); step()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+times = []
+for _ in range({rounds}):
+    began = time.perf_counter(); step(); times.append(time.perf_counter() - began)
+print(sorted(times)[len(times) // 2] if times else float("nan"), peak)
+"""
+
+
+def in_a_process(setup, way, rounds):
+    root = str(Path(__file__).resolve().parent.parent)
+    program = IN_A_PROCESS.format(root=root, setup=setup, way=way, rounds=rounds)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return map(float, done.stdout.split())
+
+
+def bench_logprob(rounds):
+    """Log-prob of a token, forward + backward, beside log_softmax and gather."""
+    rows = []
+    for n, vocabulary in ((4096, 50257), (576, 512)):
+        setup = f"""
+n = {n}
+def make():
+    global logits, targets, leaves
+    logits = torch.zeros(n, {vocabulary}).uniform_(-4, 4).requires_grad_()
+    targets, leaves = torch.arange(n) % {vocabulary}, [logits]
+"""
+        ways = {
+            "this project": "token_logprobs(logits, targets)",
+            "log_softmax, gather": "logits.log_softmax(-1).gather(-1, targets[:, None])",
+        }
+        seen = {name: tuple(in_a_process(setup, way, rounds)) for name, way in ways.items()}
+        for name, (seconds, peak) in seen.items():
+            what = f"(d) log-prob [{n}, {vocabulary}], {peak / (4 * n * vocabulary):.1f} x logits"
+            rows.append((what, name, seconds, "s", seconds / seen["this project"][0]))
+    return rows
+
+
+def bench_head(rounds):
+    """Head and log-prob of 8192 tokens and 151936 logits, forward + backward: in chunks, and as a whole."""
+    setup = """
+n = 8192
+def make():
+    global hidden, weight, targets, leaves
+    hidden, weight = torch.randn(n, 64, requires_grad=True), torch.randn(151936, 64, requires_grad=True)
+    targets, leaves = torch.arange(n), [hidden, weight]
+"""
+    ways = {
+        "this project, chunks": "linear_logprobs(hidden, weight, targets)",
+        "as a whole": "token_logprobs(hidden @ weight.T, targets)",
+    }
+    seen = {name: tuple(in_a_process(setup, way, 1)) for name, way in ways.items()}
+    return [
+        (f"(e) head, 8192 x 151936, {peak / 1e9:.1f} GB", name, seconds, "s", seconds / seen["this project, chunks"][0])
+        for name, (seconds, peak) in seen.items()
+    ]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="repetitions of each measurement")
-    parser.add_argument("--only", choices=["a", "b", "c"], help="one part of the table")
+    parser.add_argument("--only", choices=["a", "b", "c", "d", "e"], help="one part of the table")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(2)
@@ -301,7 +383,8 @@ def main():
         flush=True,
     )
     print(f"{'':44}{'':24}{'':>17}{'this project is':>18}")
-    for part, bench in (("a", bench_decoding), ("c", bench_training), ("b", bench_grpo)):
+    parts = {"a": bench_decoding, "c": bench_training, "b": bench_grpo, "d": bench_logprob, "e": bench_head}
+    for part, bench in parts.items():
         if args.only in (None, part):
             for what, who, value, unit, ratio in bench(args.rounds):
                 shown = (
@@ -309,9 +392,9 @@ def main():
                     if value is None
                     else f"{value:,.0f} {unit}"
                     if value > 100
-                    else f"{value:.3f} {unit}"
+                    else f"{value:.3g} {unit}"
                 )
-                times = "" if ratio is None or who == "this project" else f"{ratio:.2f} x as fast"
+                times = "" if ratio is None or who.startswith("this project") else f"{ratio:.2f} x as fast"
                 print(f"{what:44}{who:24}{shown:>17}{times:>18}", flush=True)
     print(f"load {os.getloadavg()[0]:.2f} after")
 
