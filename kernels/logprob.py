@@ -22,7 +22,7 @@ Why so
   ln d would be rounded off in it.
 - Rows are padded to a multiple of 16 (gpt.py pads the head) and the true V is passed in: then a thread loads 16 bytes at
   a time. A row of 50257 makes it sixteen loads of 2, because a mask is only as aligned as its bound.
-- The offset of a row is int64: row * 50304 passes 2^31 at row 42,690.
+- The offset of a row is int64: row * 50304 passes 2^31 at row 42,691.
 
 Sources: Milakov and Gimelshein 2018 (online softmax, arXiv:1805.02867). The plain twin is in plain.py; what the
 functions promise, in __init__.py.
