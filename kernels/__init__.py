@@ -92,7 +92,7 @@ def linear_logprobs_and_entropy(hidden, weight, targets, temperature=1.0, vocab_
 
 def _linear(hidden, weight, targets, temperature, vocab_size, with_entropy):
     V = _checked(hidden.shape[:-1], len(weight), targets, temperature, vocab_size)
-    flat, column = hidden.flatten(0, -2), targets.flatten()  # [N, C], [N]
+    flat, column = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [N, C], [N]
     if len(flat) <= linear_logprob.CHUNK and hidden.dtype in (torch.float32, torch.float64):
         # a single chunk: its logits may stay until the backward pass, and nothing is computed twice
         logp, entropy, _ = _logprob(flat @ weight.T, column, temperature, V, with_entropy, True)

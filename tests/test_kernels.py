@@ -444,3 +444,20 @@ def test_compiled_for_four_gpus():
     done = subprocess.run([sys.executable, "-m", "kernels.inspect"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith(("logprob", "kl "))]) == 48
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_inspect_reports_what_is_broken():
+    """Rows that are not padded cannot be read 128 bits at a time, and a limit of five instructions is too low."""
+    program = """
+from kernels import inspect
+inspect.GPUS = {"sm90": inspect.GPUS["sm90"]}
+inspect.KERNELS = {"logprob forward": ("logprob", "_forward", False, 1, 5.0), "logprob backward": ("logprob", "_backward", False, 2, 30.0)}
+inspect.WIDTH = inspect.V
+inspect.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    broken = [line for line in done.stderr.splitlines() if line.startswith("broken: ")]
+    assert done.returncode == 1
+    assert any("logprob forward, bf16, sm90" in line and "limit 5.0" in line for line in broken)
+    assert any("logprob backward, bf16, sm90: 0 accesses of 128 bits" in line for line in broken)
