@@ -37,7 +37,7 @@ def rounding(k, dtype):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """A row of a few hundred logits already has several blocks and a tail, and a few rows are several chunks."""
-    monkeypatch.setitem(plain.CHUNK, DEVICE, 700)
+    monkeypatch.setitem(plain.CHUNK_LOGITS, DEVICE, 700)
     for module in (logprob, kl) if logprob else ():
         monkeypatch.setattr(module, "FORWARD_BLOCK", 256)
         monkeypatch.setattr(module, "BACKWARD_BLOCK", 128)
@@ -330,38 +330,39 @@ def test_triton(case):
 
 # ---- mutants: what is wrong with it, the file, a piece of its text, what to write instead, and the case that catches it
 
-START = "row // inner * outer_stride + row % inner * row_stride"
 MUTANTS = [
     ("row offset in int32", "logprob", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", beyond_int32),
     ("gradient's row offset in int32", "logprob", "blocks).to(tl.int64)", "blocks)", beyond_int32_gradient),
-    ("maximum starts at -inf", "logprob", "m, d, s = LOWEST,", 'm, d, s = -float("inf"),', minus_infinity),
-    ("tail not masked", "logprob", 'tl.where(column < V, x, -float("inf"))', "x", padded_rows),
-    ("sum not rescaled", "logprob", "d = d * scale +", "d = d +", rising),
-    ("scaled before subtracting", "logprob", "y = (x - new_m) * c", "y = x * c - new_m * c", offsets),
-    ("log-sum-exp rounded to one number", "logprob", "((x_t - m) * c - tl.log2(d)) * LN2",
-     "x_t * c * LN2 - (m * c + tl.log2(d)) * LN2", offsets),
-    ("0 log 0 in the entropy", "logprob", "e * tl.maximum(y, -200.0)", "e * y", minus_infinity),
-    ("entropy's sum not shifted", "logprob", "(s + d * tl.maximum(shift, -200.0))", "s", rising),
+    ("maximum starts at -inf", "logprob", "m, Z, S = LOWEST,", 'm, Z, S = -float("inf"),', minus_infinity),
+    ("tail not masked", "logprob", 'tl.where(columns < V, x, -float("inf"))', "x", padded_rows),
+    ("sum not rescaled", "logprob", "Z = scale * Z +", "Z = Z +", rising),
+    ("scaled before subtracting", "logprob", "u = (x - new_m) * c", "u = x * c - new_m * c", offsets),
+    ("log-sum-exp rounded to one number", "logprob", "((x_target - m) * c - tl.log2(Z)) * LN2",
+     "x_target * c * LN2 - (m * c + tl.log2(Z)) * LN2", offsets),
+    ("0 log 0 in the entropy", "logprob", "e * tl.maximum(u, -200.0)", "e * u", minus_infinity),
+    ("entropy's sum not shifted", "logprob", "(S + Z * tl.maximum(shift, -200.0))", "S", rising),
     ("padding is a valid target", "logprob", "(target < V)", "(target < WIDTH)", ignored_targets),
-    ("ignored targets are trained on", "logprob", "limit = tl.where(inside, V, 0)", "limit = V", ignored_targets),
-    ("gradient in the padding", "logprob", "tl.where(column < limit, dx, 0.0)", "dx", padded_rows),
-    ("gradient from a bfloat16 p", "logprob", "- tl.exp2(y) * factor",
-     "- (tl.exp2(y) * factor).to(tl.bfloat16).to(tl.float32)", confident),
+    ("ignored targets are trained on", "logprob", "trained = tl.where(inside, V, 0)", "trained = V", ignored_targets),
+    ("gradient in the padding", "logprob", "tl.where(columns < trained, dx, 0.0)", "dx", padded_rows),
+    ("gradient from a bfloat16 p", "logprob", "- tl.exp2(u) * factor",
+     "- (tl.exp2(u) * factor).to(tl.bfloat16).to(tl.float32)", confident),
     ("first upstream gradient for all", "logprob", "tl.load(g_logp + row)", "tl.load(g_logp)", sizes),
     ("first entropy gradient for all", "logprob", "tl.load(g_entropy + row)", "tl.load(g_entropy)", sizes),
     ("gradient without 1 / T", "logprob", "tl.load(g_logp + row) * (c * LN2)", "tl.load(g_logp + row)", temperatures),
-    ("entropy's gradient without the entropy", "logprob", "tl.load(entropy + row) - tl.log2(d)", "-tl.log2(d)", sizes),
-    ("one stride for [B, T, V]", "logprob", START, "row * row_stride", strides),
+    ("entropy's gradient without the entropy", "logprob", "tl.load(entropy + row) - tl.log2(Z)", "-tl.log2(Z)", sizes),
+    ("one stride for [B, T, V]", "logprob", "row // inner * outer_stride + row % inner * row_stride",
+     "row * row_stride", strides),
     ("kl: row offset in int32", "kl", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", kl_beyond_int32),
     ("kl: maxima start at -inf", "kl", "LOWEST, LOWEST, 0.0", '-float("inf"), -float("inf"), 0.0', kl_minus_infinity),
-    ("kl: the reference's maximum does not count", "kl", "(shift_u - shift_w)", "shift_u", kl_rising),
+    ("kl: the reference's maximum does not count", "kl", "(du - dw)", "du", kl_rising),
     ("kl: 0 log 0", "kl", "tl.where(e == 0, 0.0, e * (u - w))", "e * (u - w)", kl_minus_infinity),
-    ("kl: infinite times 0 when rescaled", "kl", "tl.where(scale == 0, 0.0, scale * (s + a * (shift_u - shift_w)))",
-     "scale * (s + a * (shift_u - shift_w))", kl_minus_infinity),
-    ("kl: normalisers exchanged", "kl", "s / a - tl.log2(a) + tl.log2(b)", "s / a + tl.log2(a) - tl.log2(b)", kl_sizes),
-    ("kl: the reference's tail not masked", "kl", 'y = tl.where(column < V, y, -float("inf"))', "y = y", kl_strides),
-    ("kl: one set of strides for both", "kl", "row // y_inner * y_outer_stride + row % y_inner * y_row_stride",
-     "row // x_inner * x_outer_stride + row % x_inner * x_row_stride", kl_strides),
+    ("kl: infinite times 0 when rescaled", "kl", "tl.where(scale == 0, 0.0, scale * (S + (du - dw) * Z_p))",
+     "scale * (S + (du - dw) * Z_p)", kl_minus_infinity),
+    ("kl: normalisers exchanged", "kl", "S / Z_p - tl.log2(Z_p) + tl.log2(Z_q)", "S / Z_p + tl.log2(Z_p) - tl.log2(Z_q)",
+     kl_sizes),
+    ("kl: the reference's tail not masked", "kl", 'y = tl.where(columns < V, y, -float("inf"))', "y = y", kl_strides),
+    ("kl: one set of strides for both", "kl", "row // q_inner * q_outer_stride + row % q_inner * q_row_stride",
+     "row // p_inner * p_outer_stride + row % p_inner * p_row_stride", kl_strides),
     ("kl: gradient without the KL", "kl", "(log_ratio - tl.load(kl + row))", "log_ratio", kl_sizes),
     ("kl: first upstream gradient for all", "kl", "tl.load(g_kl + row)", "tl.load(g_kl)", kl_sizes),
     ("kl: gradient without 1 / T", "kl", "tl.load(g_kl + row) * (c * LN2)", "tl.load(g_kl + row)", kl_sizes),
