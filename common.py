@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+import kernels
 from data.tokenizer import fingerprint, get_tokenizer
 
 COLUMNS = {  # how a metric is printed: key -> (heading, format)
@@ -79,6 +80,9 @@ def parse(Config, doc, argv=None):
             if type(field.default) in (int, float) and field.default > 0 and not value > 0:
                 raise ValueError(f"--{field.name.replace('_', '-')} {value}: must be above 0")
         config.device = pick_device(config.device)
+        kernels.implementation(
+            torch.empty(0, device=config.device)
+        )  # raises for an environment that asks the impossible
         get_tokenizer(config.tokenizer)
     except ValueError as problem:
         error(str(problem))

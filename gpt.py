@@ -88,28 +88,37 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def padded(vocab_size):
+    """The next multiple of 64: rows of so many logits start where a GPU reads and multiplies fastest."""
+    return -(-vocab_size // 64) * 64
+
+
 class Head(nn.Linear):
-    """The output head. Its vocabulary is padded to a multiple of 64 rows: that makes the rows of logits start where a GPU
-    reads and multiplies fastest. What comes out are the true ones, so the padding is in no softmax and never sampled."""
+    """The output head, a matrix of `padded(V)` rows. Called, it returns the V true logits, so that the padding is in no
+    softmax and never sampled; `all_logits` are for kernels/, which are told V."""
 
     def __init__(self, config):
-        super().__init__(config.n_embd, -(-config.vocab_size // 64) * 64, bias=False)
+        super().__init__(config.n_embd, padded(config.vocab_size), bias=False)
         self.vocab_size = config.vocab_size
 
     def forward(self, x):
-        return super().forward(x)[..., : self.vocab_size]  # [..., V], a view
+        return self.all_logits(x)[..., : self.vocab_size]  # [..., V], a view
+
+    def all_logits(self, x):
+        return F.linear(x, self.weight)  # [..., W]
 
 
-def _without_padding(model, state, prefix, _):
+def _without_padding(model, state, prefix, metadata):
+    """A hook of state_dict(): checkpoints hold the true rows only, once for both names of the tied weight."""
     true_rows = model.wte.weight.detach()[: model.config.vocab_size].clone()
     state[prefix + "wte.weight"] = state[prefix + "lm_head.weight"] = true_rows
 
 
-def _with_padding(model, state, prefix, *_):
-    padding = len(model.wte.weight) - model.config.vocab_size
+def _with_padding(model, state, prefix, *unused):
+    """A hook of load_state_dict(): rows of zeros take the place of the padding."""
     for name in (prefix + "wte.weight", prefix + "lm_head.weight"):
         if name in state:
-            state[name] = F.pad(state[name], (0, 0, 0, padding))
+            state[name] = F.pad(state[name], (0, 0, 0, len(model.wte.weight) - model.config.vocab_size))
 
 
 class KVCache:
@@ -201,7 +210,7 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
         self.config = config
-        self.wte = nn.Embedding(-(-config.vocab_size // 64) * 64, config.n_embd)
+        self.wte = nn.Embedding(padded(config.vocab_size), config.n_embd)
         self.wpe = nn.Embedding(config.context, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
@@ -256,8 +265,8 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def token_logprobs(self, hidden, targets, temperature=1.0):
-        """log softmax(head(hidden) / temperature)[targets]: hidden [..., C], targets [...] -> [...]. The logits of many
-        tokens never exist at once (kernels/linear_logprob.py)."""
+        """log softmax(head(hidden) / temperature)[targets]: hidden [..., C], targets [...] -> [...]. The logits exist for
+        4096 tokens at most at a time (kernels/linear_logprob.py)."""
         return linear_logprobs(hidden, self.lm_head.weight, targets, temperature, self.config.vocab_size)
 
     def token_logprobs_and_entropy(self, hidden, targets, temperature=1.0):

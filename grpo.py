@@ -369,8 +369,9 @@ def main(config):
                 exact_kl = None
                 if config.kl == "exact" and reference:
                     with torch.no_grad():
-                        ref_logits = reference.lm_head(reference.response_hidden(rollout, rows))  # [N, V]
-                    exact_kl = to_slots(token_kl(policy.lm_head(hidden), ref_logits, config.temperature), mask[rows])
+                        ref_logits = reference.lm_head.all_logits(reference.response_hidden(rollout, rows))  # [N, W]
+                    logits, V = policy.lm_head.all_logits(hidden), policy.config.vocab_size  # [N, W]
+                    exact_kl = to_slots(token_kl(logits, ref_logits, config.temperature, V), mask[rows])
                 loss, part = policy_loss(
                     logp, logp.detach() if old_logp is None else old_logp[rows], advantages[rows], mask[rows],
                     clip_low=config.clip_low, clip_high=config.clip_high, aggregate=config.aggregate,

@@ -5,16 +5,16 @@
     linear_logprobs, linear_logprobs_and_entropy    from hidden states    linear_logprob.py, on top of either
     kl_estimate                                     from log-probs        plain.py
 
-CUDA tensors go to the Triton kernels, everything else to plain PyTorch, and so does everything where Triton is not
-installed and everything in float64. The environment variable KERNELS=torch or KERNELS=triton forces one of them
-(Triton on CPU tensors: in its interpreter, with TRITON_INTERPRET=1).
+CUDA tensors go to the Triton kernels. Plain PyTorch handles other devices, float64 (always), and machines without
+Triton. KERNELS=torch or KERNELS=triton in the environment overrides the device; TRITON_INTERPRET=1 KERNELS=triton runs the
+kernels on a CPU, in Triton's interpreter.
 
-Everywhere: logits [..., W] are divided by `temperature`; `vocab_size` is the true vocabulary V <= W, when rows are
-padded beyond it, and what lies beyond it never enters a softmax and gets a zero gradient. Results are float32
-(float64 for float64 logits), in nats.
+Everywhere: logits [..., W] have W columns, the first V = `vocab_size` of them true, the others padding, which never
+enters a softmax and gets a zero gradient. They are divided by `temperature`. Results are float32 (float64 for float64
+logits), in nats. Half-precision logits are never copied to float32 as a whole.
 
-Each function below is a PyTorch operator of its own, so torch.compile takes a script that calls it as a whole
-(fullgraph=True).
+The functions are built of custom operators, so torch.compile(fullgraph=True) takes what calls them in one piece. Second
+derivatives (create_graph=True) raise an error: nobody has written them.
 """
 
 import functools
@@ -43,11 +43,11 @@ def token_logprobs(logits, targets, temperature=1.0, vocab_size=None, inplace_ba
     logits [..., W], targets [...] (integers) -> [...]. A target outside 0..V-1 (-100, say) gives 0 and no gradient.
     Gradient to the logits: (onehot(target) - softmax) / temperature.
 
-    `inplace_backward` writes it over the logits, which saves their size in memory. They must not be needed after that:
-    whatever reads them in a backward pass then raises, as after any in-place change. Raises ValueError for a
-    temperature that is not above 0, a vocab_size beyond the rows, or targets of another shape.
+    `inplace_backward` overwrites the logits with their gradient, which saves their size in memory; do not use them
+    after the backward pass. Whatever else needs them in that pass raises, as after any in-place change. Raises ValueError
+    for a temperature that is not above 0, a vocab_size beyond the rows, or targets of another shape.
     """
-    V = _checked(logits.shape[:-1], logits.shape[-1], targets, temperature, vocab_size)
+    V = _checked(logits.shape, targets, temperature, vocab_size)
     return _logprob(logits, targets, temperature, V, False, inplace_backward)[0]
 
 
@@ -58,7 +58,7 @@ def token_logprobs_and_entropy(logits, targets, temperature=1.0, vocab_size=None
     logits [..., W], targets [...] -> (logp [...], entropy [...]), both differentiable. Gradient of H to the logits:
     -p (log p + H) / temperature.
     """
-    V = _checked(logits.shape[:-1], logits.shape[-1], targets, temperature, vocab_size)
+    V = _checked(logits.shape, targets, temperature, vocab_size)
     return _logprob(logits, targets, temperature, V, True, inplace_backward)[:2]
 
 
@@ -69,14 +69,14 @@ def token_kl(logits, ref_logits, temperature=1.0, vocab_size=None):
     p_v = 0 contributes 0; p_v > 0 where q_v = 0 is infinite. The reference is a constant: only the policy's logits get a
     gradient, p_v (log p_v/q_v - KL) / temperature.
     """
-    V = _checked(logits.shape[:-1], logits.shape[-1], logits[..., 0], temperature, vocab_size)
+    V = _checked(logits.shape, None, temperature, vocab_size)
     if ref_logits.shape != logits.shape:
         raise ValueError(f"ref_logits {list(ref_logits.shape)} must have the shape of logits {list(logits.shape)}")
     return _kl(logits, ref_logits.detach(), temperature, V)[0]
 
 
 def linear_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=None):
-    """`token_logprobs` of the logits hidden @ weight.T, which are never held as a whole, but in chunks of 4096 tokens.
+    """`token_logprobs` of the logits hidden @ weight.T, of which there is never more than one chunk, 4096 tokens.
 
     hidden [..., C], weight [W, C] (a head without bias), targets [...] -> [...]. Both get their gradient; the weight's is
     summed in float32. See linear_logprob.py.
@@ -91,33 +91,34 @@ def linear_logprobs_and_entropy(hidden, weight, targets, temperature=1.0, vocab_
 
 
 def _linear(hidden, weight, targets, temperature, vocab_size, with_entropy):
-    V = _checked(hidden.shape[:-1], len(weight), targets, temperature, vocab_size)
-    flat, column = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [N, C], [N]
-    if len(flat) <= linear_logprob.CHUNK and hidden.dtype in (torch.float32, torch.float64):
-        # a single chunk: its logits may stay until the backward pass, and nothing is computed twice
-        logp, entropy, _ = _logprob(flat @ weight.T, column, temperature, V, with_entropy, True)
+    V = _checked((*hidden.shape[:-1], len(weight)), targets, temperature, vocab_size)
+    flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [N, C], [N]
+    if len(flat_hidden) <= linear_logprob.CHUNK_TOKENS and hidden.dtype in (torch.float32, torch.float64):
+        # One chunk, whose logits may stay until the backward pass: nothing is computed twice. (Halves take the other way,
+        # because this product would round their logits.)
+        logp, entropy, _ = _logprob(flat_hidden @ weight.T, flat_targets, temperature, V, with_entropy, True)
     else:
-        logp, entropy, _ = _linear_logprob(flat, weight, column, temperature, V, with_entropy)
+        logp, entropy, _ = _linear_logprob(flat_hidden, weight, flat_targets, temperature, V, with_entropy)
     return logp.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
 
 
-def _checked(shape, W, targets, temperature, vocab_size):
-    """The true vocabulary size V of logits [*shape, W], or ValueError."""
+def _checked(shape, targets, temperature, vocab_size):
+    """The true vocabulary size V of logits of this shape, or ValueError."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    V = W if vocab_size is None else vocab_size
-    if not 0 < V <= W:
-        raise ValueError(f"vocab_size {V} does not fit rows of {W} logits")
-    if targets.shape != shape:
-        raise ValueError(f"targets {list(targets.shape)} do not fit logits {[*shape, W]}")
+    V = shape[-1] if vocab_size is None else vocab_size
+    if not 0 < V <= shape[-1]:
+        raise ValueError(f"vocab_size {V} does not fit rows of {shape[-1]} logits")
+    if targets is not None and targets.shape != shape[:-1]:
+        raise ValueError(f"targets {list(targets.shape)} do not fit logits {list(shape)}")
     return V
 
 
-# Which implementation
+# ---- which implementation
 
 
 @functools.cache
-def _triton_missing():
+def _why_no_triton():
     """Why Triton cannot be imported, or None."""
     try:
         importlib.import_module("triton")
@@ -126,25 +127,32 @@ def _triton_missing():
     return None
 
 
-def _kernels(x, name):
-    """The module with the functions: kernels.logprob or kernels.kl (Triton), or kernels.plain (PyTorch)."""
+def implementation(x, name="logprob"):
+    """The module that computes with a tensor like x: kernels.logprob or kernels.kl (Triton), or kernels.plain (PyTorch).
+    Raises ValueError if KERNELS in the environment asks for what is not there."""
     choice = os.environ.get("KERNELS", "")
     if choice not in ("", "torch", "triton"):
         raise ValueError(f"KERNELS={choice}: must be torch or triton, or not be set")
-    if choice == "torch" or x.dtype == torch.float64 or (choice == "" and not x.is_cuda) or not x.numel():
+    if choice == "torch" or x.dtype == torch.float64 or (choice == "" and not x.is_cuda):
         return plain
     if choice == "triton":
-        if _triton_missing():
-            raise ValueError(f"KERNELS=triton, but Triton cannot be imported: {_triton_missing()}")
-        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        if _why_no_triton():
+            raise ValueError(f"KERNELS=triton, but Triton cannot be imported: {_why_no_triton()}")
+        if not x.is_cuda and os.environ.get("TRITON_INTERPRET", "").lower() not in ("1", "true", "yes", "on", "y"):
             raise ValueError(f"KERNELS=triton with a tensor on {x.device.type}: needs TRITON_INTERPRET=1 as well")
-    elif _triton_missing():
+    elif _why_no_triton():
         return plain
     return importlib.import_module(f"{__name__}.{name}")
 
 
-# The operators. Each is a forward function that returns what its backward function needs, two implementations that
-# fill tensors allocated here, a `fake` that tells torch.compile the shapes, and the backward function, an operator too.
+# ---- the operators
+#
+# custom_op hides a function from torch.compile, which then need not understand it; its annotations are the operator's
+# signature. register_fake says which shapes come out, without computing. register_autograd gives the backward function,
+# and setup_context what to keep for it. (A plain autograd.Function would do without torch.compile, which traces into it
+# and breaks on the kernels.) Backward functions are operators as well, for the same reason.
+#
+# `saved` holds the maximum and the normaliser of each row, for the backward function; it has no gradient of its own.
 
 
 def _float(x):
@@ -156,7 +164,7 @@ def _logprob(
     logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, with_entropy: bool, inplace_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     logp, entropy, saved = _logprob_shapes(logits, targets, temperature, vocab_size, with_entropy, inplace_backward)
-    _kernels(logits, "logprob").logprob_forward(
+    implementation(logits, "logprob").logprob_forward(
         logits, targets, temperature, vocab_size, logp, entropy if with_entropy else None, saved
     )
     return logp, entropy, saved
@@ -165,7 +173,7 @@ def _logprob(
 @_logprob.register_fake
 def _logprob_shapes(logits, targets, temperature, vocab_size, with_entropy, inplace_backward):
     logp = logits.new_empty(targets.shape, dtype=_float(logits))
-    return logp, logp.new_empty(targets.shape if with_entropy else 0), logp.new_zeros(2, targets.numel())
+    return logp, logp.new_empty(targets.shape if with_entropy else 0), logp.new_empty(2, targets.numel())
 
 
 @torch.library.custom_op("kernels::logprob_backward", mutates_args=())
@@ -174,7 +182,7 @@ def _logprob_backward(
     entropy: Tensor, saved: Tensor, g_logp: Tensor, g_entropy: Tensor | None,
 ) -> Tensor:  # fmt: skip
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _kernels(logits, "logprob").logprob_backward(
+    implementation(logits, "logprob").logprob_backward(
         logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, gradient
     )
     return gradient
@@ -191,7 +199,7 @@ def _logprob_backward_(
     entropy: Tensor, saved: Tensor, g_logp: Tensor, g_entropy: Tensor | None,
 ) -> None:  # fmt: skip
     # mutates_args raises the version of the logits, as torch's own in-place operators do
-    _kernels(logits, "logprob").logprob_backward(
+    implementation(logits, "logprob").logprob_backward(
         logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, logits
     )
 
@@ -224,14 +232,14 @@ _logprob.register_autograd(_logprob_gradients, setup_context=_save_logprob)
 @torch.library.custom_op("kernels::kl", mutates_args=())
 def _kl(logits: Tensor, ref_logits: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
     kl, saved = _kl_shapes(logits, ref_logits, temperature, vocab_size)
-    _kernels(logits, "kl").kl_forward(logits, ref_logits, temperature, vocab_size, kl, saved)
+    implementation(logits, "kl").kl_forward(logits, ref_logits, temperature, vocab_size, kl, saved)
     return kl, saved
 
 
 @_kl.register_fake
 def _kl_shapes(logits, ref_logits, temperature, vocab_size):
     kl = logits.new_empty(logits.shape[:-1], dtype=_float(logits))
-    return kl, kl.new_zeros(4, kl.numel())
+    return kl, kl.new_empty(4, kl.numel())
 
 
 @torch.library.custom_op("kernels::kl_backward", mutates_args=())
@@ -239,7 +247,7 @@ def _kl_backward(
     logits: Tensor, ref_logits: Tensor, temperature: float, vocab_size: int, kl: Tensor, saved: Tensor, g_kl: Tensor
 ) -> Tensor:
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _kernels(logits, "kl").kl_backward(logits, ref_logits, temperature, vocab_size, kl, saved, g_kl, gradient)
+    implementation(logits, "kl").kl_backward(logits, ref_logits, temperature, vocab_size, kl, saved, g_kl, gradient)
     return gradient
 
 
@@ -270,7 +278,7 @@ def _linear_logprob(
     logp, entropy, saved = _linear_logprob_shapes(hidden, weight, targets, temperature, vocab_size, with_entropy)
     linear_logprob.linear_logprob_forward(
         hidden, weight, targets, temperature, vocab_size, logp, entropy if with_entropy else None, saved,
-        _kernels(hidden, "logprob").logprob_forward,
+        implementation(hidden, "logprob").logprob_forward,
     )  # fmt: skip
     return logp, entropy, saved
 
@@ -290,7 +298,7 @@ def _linear_logprob_backward(
     linear_logprob.linear_logprob_backward(
         hidden, weight, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy,
         d_hidden if want_hidden else None, d_weight if want_weight else None,
-        _kernels(hidden, "logprob").logprob_backward,
+        implementation(hidden, "logprob").logprob_backward,
     )  # fmt: skip
     return d_hidden, d_weight.to(weight.dtype)
 

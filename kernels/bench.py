@@ -1,16 +1,23 @@
 """Times the kernels on a GPU, beside what one would use instead:
 
-    python -m kernels.bench       under two minutes
+    python -m kernels.bench       from the project's folder
 
-First the results are checked against float64. Then, for forward + backward: milliseconds, GB/s by the bytes that have to
-move (so a slower way shows a lower number, whatever it moves itself), percent of the rate at which this GPU copies memory,
-measured in the same run, and how much memory it takes at its peak beyond the logits.
+First the results are checked against float64. Then, for forward + backward: milliseconds; GB/s by the bytes that have to
+move (so a slower way shows a lower number, whatever it moves itself); percent of the rate at which this GPU copies
+memory, measured in the same run; and the memory it takes at its peak beyond the logits.
 
-    log-prob             2 bytes a logit forward, 4 backward (bfloat16)          6
-    log-prob, entropy    the same                                               6
-    exact KL             4 forward (policy and reference), 6 backward           10
+Bytes per logit that have to move in bfloat16, and what the eager code below moves if every operator reads its inputs and
+writes its outputs once, most of it in float32:
 
-Without a GPU it prints these bytes for each size, and nothing is timed.
+                         forward                  backward                                            eager
+    log-prob             2 read                   2 read, 2 written                         6            36
+    log-prob, entropy    2 read                   2 read, 2 written                         6           112
+    exact KL             2 + 2 read               2 + 2 read, 2 written                    10           122
+
+(Eager log-prob: forward casts, 2 + 4, and log_softmax, 4 + 4; backward fills gather's gradient with zeros, 4, log_softmax's
+reads two and writes one, 12, and the cast back, 4 + 2.)
+
+Without a GPU nothing is timed; it prints the bytes that have to move for each size.
 """
 
 import functools
@@ -134,16 +141,16 @@ def copy_rate(device, size=2**31):
     return 2 * size / seconds(lambda: target.copy_(source), device)
 
 
-def data(N, W, device):
+def data(N, W, V, device):
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.empty(N, W, dtype=torch.bfloat16, device=device).normal_(0, 3, generator=generator)
-    return logits, torch.randint(0, min(W, 50000), (N,), device=device, generator=generator)
+    return logits, torch.randint(0, V, (N,), device=device, generator=generator)
 
 
 def check(device, N=64):
     """The kernels on `device` against float64; raises if they differ by more than rounding."""
     for W, V in {(W, V) for _, W, V in SIZES}:
-        logits, targets = data(N, W, device)
+        logits, targets = data(N, W, V, device)
         other, exact = logits.flip(0), logits.double().requires_grad_()
         logits.requires_grad_()
         log_p, log_q = exact[:, :V].log_softmax(-1), other[:, :V].double().log_softmax(-1)
@@ -165,7 +172,7 @@ def table(device, sizes):
     print(f"{'':18}{'V':>8}{'N':>7}  {'':18}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'peak GB':>9}")
     ways = implementations()
     for N, W, V in sizes:
-        logits, targets = data(N, W, device)
+        logits, targets = data(N, W, V, device)
         other = torch.empty_like(logits).normal_(0, 3)
         for tensor in (logits, other, targets):
             torch._dynamo.mark_dynamic(tensor, 0)  # one compilation for all N
@@ -198,7 +205,7 @@ def head_table(device, N, C, V):
 
     print(f"\nhead and log-prob of {N} tokens, width {C}, {V} logits, forward + backward{'ms':>15}{'peak GB':>9}")
     for name, function in (
-        ("chunked", lambda hidden, weight: linear_logprobs(hidden, weight, targets)),
+        ("in chunks of 4096", lambda hidden, weight: linear_logprobs(hidden, weight, targets)),
         ("head, then the kernels", lambda hidden, weight: token_logprobs(hidden @ weight.T, targets)),
         ("head, then eager PyTorch", lambda hidden, weight: eager_logprob(hidden @ weight.T, None, targets, V)),
     ):
@@ -208,7 +215,9 @@ def head_table(device, N, C, V):
 
 def main():
     if not torch.cuda.is_available():
-        print("No GPU here: nothing is timed. What forward and backward have to move, in bfloat16:\n")
+        print(
+            "No GPU here: nothing is timed. What forward + backward have to move for N tokens x V logits in bfloat16:\n"
+        )
         print(f"{'':18}{'bytes/logit':>13}" + "".join(f"{f'{N} x {V}':>17}" for N, _, V in SIZES))
         for operation, size in BYTES.items():
             print(f"{operation:18}{size:>13}" + "".join(f"{size * N * V / 1e9:>14.1f} GB" for N, _, V in SIZES))

@@ -1,6 +1,6 @@
 """The chunked head: log-probabilities from hidden states, without ever holding the [N, V] logits.
 
-    logits = hidden @ weight.T          [N, V] = [N, C] [C, V]
+    logits = hidden @ weight.T          [N, W] = [N, C] [C, W], W = the vocabulary V and its padding
     logp, entropy = those of softmax(logits / T)
 
 The logits are the largest tensor of post-training: for 8192 tokens of a vocabulary of 151,936 they are 5 GB in float32,
@@ -10,11 +10,13 @@ and their gradient is as much again. Here they exist for one chunk of tokens at 
     backward    for each chunk: the logits again, their gradient dlogits in their place, then
                 dhidden = dlogits @ weight          dweight += dlogits.T @ hidden, summed in float32
 
-That is four matrix products of 2 N V C operations where the unfused head has three: a third more time in the head, for
-memory that does not grow with N. Chunks are large, because each adds a whole [V, C] matrix to dweight: with chunks of 256
-tokens, to read and write that takes a GPU as long as the products.
+That is four matrix products of 2 N W C operations where the unfused head has three: a third more time in the head, for
+memory that does not grow with N. (Up to one chunk of float32 tokens the caller, in __init__.py, keeps the logits
+instead: the three products, and the same memory.) Chunks are large, because each adds a whole [W, C] matrix to dweight:
+with chunks of 256 tokens, to read and write that takes a GPU as long as the products.
 
-The logits are float32 whatever the dtype of the model: bfloat16 logits put 3e-2 of noise on a log-probability.
+The logits are float32 whatever the dtype of the model: bfloat16 keeps 8 bits, which is an error of up to 3e-2 for a logit
+of 8 to 16, and of the same size in its log-probability.
 
 Source: Wijmans et al. 2024 (Cut Your Losses, arXiv:2411.09009), who fuse the matrix products as well; here those are the
 vendor library's.
@@ -22,7 +24,7 @@ vendor library's.
 
 import torch
 
-CHUNK = 4096  # tokens
+CHUNK_TOKENS = 4096
 
 
 def _product(a, b):
@@ -37,11 +39,11 @@ def _product(a, b):
 def linear_logprob_forward(hidden, weight, targets, temperature, vocab_size, logp, entropy, saved, logprob_forward):
     """hidden [N, C], weight [W, C], targets [N]: fills logp [N], entropy [N] (or None) and saved [2, N].
     `logprob_forward` is that of logprob.py or plain.py."""
-    for start in range(0, len(hidden), CHUNK):
-        rows = slice(start, start + CHUNK)
+    for start in range(0, len(hidden), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
         logits = _product(hidden[rows], weight.T)  # [n, W]
-        h = None if entropy is None else entropy[rows]
-        logprob_forward(logits, targets[rows], temperature, vocab_size, logp[rows], h, saved[:, rows])
+        chunk_entropy = None if entropy is None else entropy[rows]
+        logprob_forward(logits, targets[rows], temperature, vocab_size, logp[rows], chunk_entropy, saved[:, rows])
 
 
 def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy,
@@ -49,13 +51,14 @@ def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, en
     """Fills d_hidden [N, C], and d_weight [W, C] in float32; either may be None if nobody wants it. The rest as above."""
     if d_weight is not None:
         d_weight.zero_()
-    for start in range(0, len(hidden), CHUNK):
-        rows = slice(start, start + CHUNK)
+    for start in range(0, len(hidden), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
         logits = _product(hidden[rows], weight.T)  # [n, W]
-        h = None if g_entropy is None else g_entropy[rows]
+        chunk_g_entropy = None if g_entropy is None else g_entropy[rows]
         logprob_backward(
-            logits, targets[rows], temperature, vocab_size, entropy[rows], saved[:, rows], g_logp[rows], h, logits
-        )
+            logits, targets[rows], temperature, vocab_size, entropy[rows], saved[:, rows], g_logp[rows], chunk_g_entropy,
+            gradient=logits,
+        )  # fmt: skip
         d_logits = logits.to(hidden.dtype)  # written over the logits
         if d_hidden is not None:
             d_hidden[rows] = _product(d_logits, weight)

@@ -184,15 +184,15 @@ def test_the_environment_chooses(monkeypatch):
 
     x = torch.zeros(2, 3)
     monkeypatch.delenv("KERNELS", raising=False)
-    assert kernels._kernels(x, "logprob") is plain
+    assert kernels.implementation(x, "logprob") is plain
     monkeypatch.setenv("KERNELS", "triton")
-    assert kernels._kernels(x, "logprob") is logprob and kernels._kernels(x, "kl") is kl
-    assert kernels._kernels(x.double(), "logprob") is plain  # float64 is for checks
+    assert kernels.implementation(x, "logprob") is logprob and kernels.implementation(x, "kl") is kl
+    assert kernels.implementation(x.double(), "logprob") is plain  # float64 is for checks
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=r"KERNELS=triton.*cpu.*TRITON_INTERPRET=1"):
         token_logprobs(x, torch.zeros(2, dtype=torch.long))
     monkeypatch.setenv("KERNELS", "torch")
-    assert kernels._kernels(x, "logprob") is plain
+    assert kernels.implementation(x, "logprob") is plain
     monkeypatch.setenv("KERNELS", "cuda")
     with pytest.raises(ValueError, match="KERNELS=cuda: must be torch or triton"):
         token_kl(x, x)
@@ -212,7 +212,7 @@ assert x.grad.abs().sum() > 0
 class OnGPU:  # what a CUDA tensor looks like to the choice
     is_cuda, dtype, numel = True, torch.float32, lambda self: 1
 
-assert kernels._kernels(OnGPU(), "logprob") is kernels.plain
+assert kernels.implementation(OnGPU(), "logprob") is kernels.plain
 import os
 os.environ["KERNELS"] = "triton"
 try:
@@ -274,7 +274,7 @@ def test_inplace_backward(monkeypatch, choice):
 @pytest.mark.parametrize("chunk", [3, 4096])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_chunked_head_equals_the_head(monkeypatch, chunk, with_entropy):
-    monkeypatch.setattr(linear_logprob, "CHUNK", chunk)
+    monkeypatch.setattr(linear_logprob, "CHUNK_TOKENS", chunk)
     rows, product = [], linear_logprob._product
     monkeypatch.setattr(linear_logprob, "_product", lambda a, b: rows.append(product(a, b)) or rows[-1])
     torch.manual_seed(0)
@@ -312,7 +312,7 @@ def test_chunked_head_equals_the_head(monkeypatch, chunk, with_entropy):
 def test_chunked_head_in_bfloat16_sums_in_float32(monkeypatch):
     """1200 tokens in 300 chunks: the weight's gradient is as good as bfloat16's own rounding. Summed up in bfloat16, it
     would be off by several times that."""
-    monkeypatch.setattr(linear_logprob, "CHUNK", 4)
+    monkeypatch.setattr(linear_logprob, "CHUNK_TOKENS", 4)
     torch.manual_seed(0)
     hidden, weight = torch.randn(1200, 16).bfloat16(), torch.randn(64, 16).bfloat16().requires_grad_()
     targets = torch.randint(0, 50, (1200,))

@@ -226,6 +226,19 @@ def test_bad_flags(capsys, module, flags, words):
     assert stop.value.code == 2 and error.count("\n") == 1 and all(word in error for word in words)
 
 
+@pytest.mark.parametrize(
+    "choice, words", [("cuda", "KERNELS=cuda: must be torch or triton"), ("triton", "KERNELS=triton")]
+)
+def test_bad_environment(capsys, monkeypatch, choice, words):
+    """Before any work starts, in one line."""
+    monkeypatch.setenv("KERNELS", choice)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        common.parse(gpt.Config, "", ["--device", "cpu"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+
+
 def test_the_reference_of_a_resumed_run_is_the_same(chain, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(chain, out)
