@@ -44,6 +44,7 @@ def linear_logprob_forward(hidden, weight, targets, temperature, vocab_size, log
         logits = _product(hidden[rows], weight.T)  # [n, W]
         chunk_entropy = None if entropy is None else entropy[rows]
         logprob_forward(logits, targets[rows], temperature, vocab_size, logp[rows], chunk_entropy, saved[:, rows])
+        del logits  # before the next chunk's are made
 
 
 def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy,
@@ -62,9 +63,8 @@ def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, en
         d_logits = logits.to(hidden.dtype)  # written over the logits
         if d_hidden is not None:
             d_hidden[rows] = _product(d_logits, weight)
-        if d_weight is None:
-            continue
-        if d_weight.dtype == hidden.dtype:
+        if d_weight is not None and d_weight.dtype == hidden.dtype:
             d_weight.addmm_(d_logits.T, hidden[rows])
-        else:
+        elif d_weight is not None:
             d_weight += _product(d_logits.T, hidden[rows])
+        del logits, d_logits
