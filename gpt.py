@@ -109,7 +109,8 @@ class Head(nn.Linear):
 
 
 def _without_padding(model, state, prefix, metadata):
-    """A hook of state_dict(): checkpoints hold the true rows only, once for both names of the tied weight."""
+    """A hook of state_dict(): checkpoints hold the true rows only, once for both names of the tied weight. They are a
+    copy: to change the weights, use the model's parameters."""
     true_rows = model.wte.weight.detach()[: model.config.vocab_size].clone()
     state[prefix + "wte.weight"] = state[prefix + "lm_head.weight"] = true_rows
 

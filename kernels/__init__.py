@@ -19,6 +19,7 @@ derivatives (create_graph=True) raise an error: nobody has written them.
 
 import functools
 import importlib
+import math
 import os
 
 import torch
@@ -44,8 +45,11 @@ def token_logprobs(logits, targets, temperature=1.0, vocab_size=None, inplace_ba
     Gradient to the logits: (onehot(target) - softmax) / temperature.
 
     `inplace_backward` overwrites the logits with their gradient, which saves their size in memory; do not use them
-    after the backward pass. Whatever else needs them in that pass raises, as after any in-place change. Raises ValueError
-    for a temperature that is not above 0, a vocab_size beyond the rows, or targets of another shape.
+    after the backward pass. Whatever else needs them in it, such as a second backward pass, raises, as after any in-place
+    change. It is meant for logits that a head has just computed, not for a leaf, and not for rows that overlap in memory.
+
+    Raises ValueError for a temperature that is not above 0 and finite, a vocab_size beyond the rows, or targets of
+    another shape.
     """
     V = _checked(logits.shape, targets, temperature, vocab_size)
     return _logprob(logits, targets, temperature, V, False, inplace_backward)[0]
@@ -76,10 +80,10 @@ def token_kl(logits, ref_logits, temperature=1.0, vocab_size=None):
 
 
 def linear_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=None):
-    """`token_logprobs` of the logits hidden @ weight.T, of which there is never more than one chunk, 4096 tokens.
+    """`token_logprobs` of the logits hidden @ weight.T, of which a call never holds more than one chunk, 4096 tokens.
 
-    hidden [..., C], weight [W, C] (a head without bias), targets [...] -> [...]. Both get their gradient; the weight's is
-    summed in float32. See linear_logprob.py.
+    hidden [..., C], weight [W, C] (a head without bias) of the same dtype, targets [...] -> [...]. Both get their gradient;
+    the weight's is summed in float32. See linear_logprob.py. The backward pass can run once: a second one may raise.
     """
     return _linear(hidden, weight, targets, temperature, vocab_size, False)[0]
 
@@ -92,6 +96,8 @@ def linear_logprobs_and_entropy(hidden, weight, targets, temperature=1.0, vocab_
 
 def _linear(hidden, weight, targets, temperature, vocab_size, with_entropy):
     V = _checked((*hidden.shape[:-1], len(weight)), targets, temperature, vocab_size)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must be of one dtype")
     flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [N, C], [N]
     if len(flat_hidden) <= linear_logprob.CHUNK_TOKENS and hidden.dtype in (torch.float32, torch.float64):
         # One chunk, whose logits may stay until the backward pass: nothing is computed twice. (Halves take the other way,
@@ -104,8 +110,8 @@ def _linear(hidden, weight, targets, temperature, vocab_size, with_entropy):
 
 def _checked(shape, targets, temperature, vocab_size):
     """The true vocabulary size V of logits of this shape, or ValueError."""
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
     V = shape[-1] if vocab_size is None else vocab_size
     if not 0 < V <= shape[-1]:
         raise ValueError(f"vocab_size {V} does not fit rows of {shape[-1]} logits")
@@ -216,9 +222,10 @@ def _logprob_gradients(ctx, g_logp, g_entropy, _):
     if not entropy.numel():
         g_entropy = None
     if g_logp is None:
-        g_logp = torch.zeros_like(entropy)
+        g_logp = saved.new_zeros(targets.shape)
     arguments = logits, targets, ctx.temperature, ctx.vocab_size, entropy, saved, g_logp, g_entropy
-    if ctx.inplace and 0 not in logits.stride():  # rows that share memory cannot hold a gradient each
+    # Not in place with create_graph=True, which shall raise, nor where expand() made rows share their memory
+    if ctx.inplace and not torch.is_grad_enabled() and 0 not in logits.stride():
         _logprob_backward_(*arguments)
         gradient = logits
     else:
@@ -321,7 +328,7 @@ def _linear_logprob_gradients(ctx, g_logp, g_entropy, _):
     if not entropy.numel():
         g_entropy = None
     if g_logp is None:
-        g_logp = torch.zeros_like(entropy)
+        g_logp = saved.new_zeros(targets.shape)
     want_hidden, want_weight, *_ = ctx.needs_input_grad
     d_hidden, d_weight = _linear_logprob_backward(
         hidden, weight, targets, ctx.temperature, ctx.vocab_size, entropy, saved, g_logp, g_entropy,

@@ -95,7 +95,7 @@ def count_instructions(sass):
 
 
 def look(compiled, gpu):
-    """-> registers, spills, accesses of 128 bits or more, of 16 bits, and instructions (None on AMD)."""
+    """-> registers, spills, accesses of 128 bits (of 256: two), of 16 bits, and instructions (None on AMD)."""
     if GPUS[gpu][0] == "hip":
         text = compiled.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
@@ -108,7 +108,7 @@ def look(compiled, gpu):
     accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfu](\d+)\s", compiled.asm["ptx"])
     widths = [int(count or 1) * int(bits) for count, bits in accesses]
     instructions = count_instructions(cuobjdump("-sass", compiled.asm["cubin"]))
-    return registers, spills, sum(w >= 128 for w in widths), widths.count(16), instructions
+    return registers, spills, sum(width // 128 for width in widths), widths.count(16), instructions
 
 
 def main():
@@ -136,6 +136,8 @@ def main():
                 compiled = compile_for(kernel, block, entropy, dtype, gpu)
                 registers, spills, wide, narrow, instructions = look(compiled, gpu)
                 shared, per_thread = compiled.metadata.shared, block / (logprob.WARPS * warp)
+                places = 2 if function == "_forward" else 1  # where logits are read: in the loop and in the tail
+                needed = places * streams * per_thread * size / 16
                 per_logit = None if instructions is None else instructions / per_thread
                 shown = "" if per_logit is None else f"{per_logit:.1f}"
                 print(
@@ -145,8 +147,11 @@ def main():
                     f"{spills} bytes or registers spilled": spills == 0,
                     f"{registers} registers, {max_registers} are there": registers <= max_registers,
                     f"{shared} bytes of shared memory, {max_shared} are there": shared <= max_shared,
-                    # every logit of a block by 128 bits; one alone is read by 16: the target's, in the forward pass
-                    f"{wide} accesses of 128 bits": wide >= streams * per_thread * size / 16,
+                    # at each place, all of a thread's logits (fewer in the tail on AMD, where lanes beyond the row drop out)
+                    f"{wide} accesses of 128 bits, {needed:.0f} needed": (
+                        wide == needed if gpu.startswith("sm") else wide >= needed / places
+                    ),
+                    # one logit alone is read by 16: the target's, in the forward pass
                     f"{narrow} accesses of 16 bits": narrow <= (name.startswith("logprob forward") and size == 2),
                     f"{shown} instructions per logit, limit {limit}": (
                         gpu != "sm90" or dtype != "bf16" or per_logit <= limit

@@ -60,11 +60,12 @@ def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, en
             logits, targets[rows], temperature, vocab_size, entropy[rows], saved[:, rows], g_logp[rows], chunk_g_entropy,
             gradient=logits,
         )  # fmt: skip
-        d_logits = logits.to(hidden.dtype)  # written over the logits
+        d_logits = logits.to(hidden.dtype)
+        del logits  # overwritten with its gradient; in float32 d_logits is the same memory
         if d_hidden is not None:
             d_hidden[rows] = _product(d_logits, weight)
         if d_weight is not None and d_weight.dtype == hidden.dtype:
             d_weight.addmm_(d_logits.T, hidden[rows])
         elif d_weight is not None:
             d_weight += _product(d_logits.T, hidden[rows])
-        del logits, d_logits
+        del d_logits

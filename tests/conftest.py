@@ -11,7 +11,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-if not torch.cuda.is_available():
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels are tested
+if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run on the CPU, slowly
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 

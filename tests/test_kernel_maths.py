@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import DEVICE
 
 from kernels import plain
 
@@ -24,7 +25,6 @@ try:
 except ImportError:  # no Triton on this platform
     kl = logprob = None
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -54,11 +54,11 @@ def targets_for(logits, V):
 
 def assert_near(actual, expected, allowed):
     """|actual - expected| <= allowed, with NaN and infinities in the same places."""
-    actual = actual.double()
-    assert torch.equal(actual.isnan(), expected.isnan()), (actual, expected)
-    same = (actual == expected) | expected.isnan()
-    error = torch.where(same, 0.0, actual - expected).abs()
-    assert (same | (error <= allowed)).all(), f"off by {error.max():.3g}, allowed {allowed.max():.3g}"
+    actual, finite = actual.double(), expected.isfinite()
+    assert torch.equal(actual.isfinite(), finite) and torch.equal(actual.isnan(), expected.isnan()), (actual, expected)
+    assert torch.equal(actual[~finite].sign().nan_to_num(), expected[~finite].sign().nan_to_num())
+    error = (actual - expected)[finite].abs()
+    assert (error <= allowed[finite]).all(), f"off by {error.max():.3g}"
 
 
 def log_softmax64(logits, T, V):
@@ -72,7 +72,7 @@ def check_logprob(k, logits, targets=None, T=1.0, V=None, entropy=True, in_place
     g, h = (random(*targets.shape, scale=1.0, seed=seed) for seed in (2, 3))
     inside = (targets >= 0) & (targets < V)
     log_p = log_softmax64(logits, T, V)
-    p, index = log_p.exp(), torch.where(inside, targets, 0)[..., None]
+    p, index = log_p.exp(), torch.where(inside, targets, 0)[..., None].long()
     p_log_p = torch.where(p == 0, 0.0, p * log_p)
     H = -p_log_p.sum(-1)
     exact_logp = torch.where(inside, log_p.gather(-1, index)[..., 0], 0.0)
@@ -204,7 +204,15 @@ def ignored_targets(k):
     dx = torch.ones_like(buffer)
     k.logprob_backward(buffer, targets, 1.0, 300, logp, saved, torch.ones(6, device=DEVICE), None, dx)
     assert logp[[0, 2, 3, 4]].eq(0).all() and dx[[0, 2, 3, 4]].eq(0).all() and dx[[1, 5]].isfinite().all()
-    check_logprob(k, random(2, 300), torch.tensor([3, 4], dtype=torch.int32, device=DEVICE).long())
+
+
+def targets_in_memory(k):
+    """Targets as they come: ids[:, 1:], every other one, 32-bit."""
+    ids = torch.randint(0, 300, (3, 5), device=DEVICE)
+    check_logprob(k, random(3, 4, 300), ids[:, 1:])
+    check_logprob(k, random(3, 3, 300), ids[:, ::2])
+    check_logprob(k, random(5, 3, 300), ids.T)
+    check_logprob(k, random(3, 5, 300), ids.to(torch.int32))
 
 
 def confident(k):
@@ -312,7 +320,7 @@ def kl_beyond_int32(k):
 
 
 LOGPROB_CASES = [sizes, whole_vocabulary, temperatures, padded_rows, strides, minus_infinity, extremes, offsets, rising,
-                 ignored_targets, confident, in_place, nothing, beyond_int32, beyond_int32_gradient]  # fmt: skip
+                 ignored_targets, targets_in_memory, confident, in_place, nothing, beyond_int32, beyond_int32_gradient]  # fmt: skip
 KL_CASES = [kl_sizes, kl_whole_vocabulary, kl_near_zero, kl_strides, kl_rising, kl_minus_infinity, kl_beyond_int32]
 
 
@@ -350,6 +358,7 @@ MUTANTS = [
     ("first entropy gradient for all", "logprob", "tl.load(g_entropy + row)", "tl.load(g_entropy)", sizes),
     ("gradient without 1 / T", "logprob", "tl.load(g_logp + row) * (c * LN2)", "tl.load(g_logp + row)", temperatures),
     ("entropy's gradient without the entropy", "logprob", "tl.load(entropy + row) - tl.log2(Z)", "-tl.log2(Z)", sizes),
+    ("targets not contiguous", "logprob", "x, targets.contiguous(), logp", "x, targets, logp", targets_in_memory),
     ("one stride for [B, T, V]", "logprob", "row // inner * outer_stride + row % inner * row_stride",
      "row * row_stride", strides),
     ("kl: row offset in int32", "kl", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", kl_beyond_int32),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import DEVICE, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,8 +126,11 @@ def test_k3_does_not_overflow():
 
 def test_bad_calls():
     zeros, target = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
-    with pytest.raises(ValueError, match="temperature"):
-        token_logprobs(zeros, target, 0.0)
+    for temperature in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="temperature"):
+            token_logprobs(zeros, target, temperature)
+    with pytest.raises(ValueError, match="one dtype"):
+        linear_logprobs(zeros, zeros.T.double(), target)
     with pytest.raises(ValueError, match="k4"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
     for size in (0, 3):
@@ -150,10 +153,10 @@ def test_both_implementations_through_autograd(monkeypatch, choice):
     """The public functions reach either implementation with every argument in its place."""
     monkeypatch.setenv("KERNELS", choice)
     torch.manual_seed(0)
-    logits = torch.randn(2, 3, 40).to(torch.bfloat16).requires_grad_()
-    ref = torch.randn(2, 3, 40)
-    targets = torch.randint(0, 30, (2, 3))
-    weights = torch.randn(3, 2, 3)
+    logits = torch.randn(2, 3, 40).to(DEVICE, torch.bfloat16).requires_grad_()
+    ref = torch.randn(2, 3, 40).to(DEVICE)
+    targets = torch.randint(0, 30, (2, 3)).to(DEVICE)
+    weights = torch.randn(3, 2, 3).to(DEVICE)
     logp, entropy = token_logprobs_and_entropy(logits, targets, 0.7, 30)
     kl = token_kl(logits, ref, 0.7, 30)
     ((logp * weights[0]) + entropy * weights[1] + kl * weights[2]).sum().backward()
@@ -233,7 +236,7 @@ except ValueError as error:
 def test_inplace_backward(monkeypatch, choice):
     monkeypatch.setenv("KERNELS", choice)
     torch.manual_seed(0)
-    leaf, targets = torch.randn(4, 70, requires_grad=True), torch.tensor([3, -100, 66, 0])
+    leaf, targets = torch.randn(4, 70).to(DEVICE).requires_grad_(), torch.tensor([3, -100, 66, 0], device=DEVICE)
 
     def gradient(inplace):
         leaf.grad = None
@@ -259,13 +262,53 @@ def test_inplace_backward(monkeypatch, choice):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logp.backward()
     # rows that are one and the same memory cannot hold a gradient each
-    row = torch.randn(1, 70, requires_grad=True)
+    row = torch.randn(1, 70).to(DEVICE).requires_grad_()
     results = []
     for inplace in (False, True):
         row.grad = None
         token_logprobs((row * 1.0).expand(4, 70), targets, inplace_backward=inplace).sum().backward()
         results.append(row.grad)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("choice", BOTH)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+def test_second_derivatives_raise(monkeypatch, choice):
+    """They are not there, and a wrong number would be worse than an error."""
+    monkeypatch.setenv("KERNELS", choice)
+    x, weight = torch.randn(3, 8).to(DEVICE).requires_grad_(), torch.randn(8, 8).to(DEVICE).requires_grad_()
+    targets = torch.tensor([0, 1, 2], device=DEVICE)
+    for values, variable in (
+        (token_logprobs(x * 1.0, targets), x),
+        (token_logprobs(x * 1.0, targets, inplace_backward=True), x),
+        (token_kl(x * 1.0, weight[:3].detach()), x),
+        (linear_logprobs(x, weight, targets), weight),
+    ):
+        (gradient,) = torch.autograd.grad(values.sum(), variable, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"no autograd formula|does not require grad"):
+            torch.autograd.grad(gradient.square().sum(), variable)
+
+
+@pytest.mark.parametrize("choice", BOTH)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_undefined_gradient_is_zero(monkeypatch, choice):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return None
+
+    monkeypatch.setenv("KERNELS", choice)
+    monkeypatch.setattr(linear_logprob, "CHUNK_TOKENS", 2)
+    x, weight = torch.randn(3, 8).to(DEVICE).requires_grad_(), torch.randn(8, 8).to(DEVICE)
+    targets = torch.tensor([0, 1, 2], device=DEVICE)
+    for values in (token_logprobs(x, targets), linear_logprobs(x, weight, targets)):
+        x.grad = None
+        Stop.apply(values).sum().backward()
+        assert x.grad is None or x.grad.eq(0).all()
 
 
 # ---- the chunked head
@@ -321,6 +364,11 @@ def test_chunked_head_in_bfloat16_sums_in_float32(monkeypatch):
     exact = (hidden.double() @ exact_weight[:50].T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.double(), exact, rtol=0, atol=1e-5)  # bfloat16 logits would be off by 3e-2
+    monkeypatch.setattr(linear_logprob, "CHUNK_TOKENS", 4096)  # also where one chunk holds all
+    torch.testing.assert_close(
+        linear_logprobs(hidden, weight, targets, vocab_size=50).double(), exact, rtol=0, atol=1e-5
+    )
+    monkeypatch.setattr(linear_logprob, "CHUNK_TOKENS", 4)
     logp.sum().backward()
     exact.sum().backward()
     assert weight.grad.dtype == torch.bfloat16
@@ -334,8 +382,8 @@ def test_chunked_head_in_bfloat16_sums_in_float32(monkeypatch):
 
 def operators(V=40):
     torch.manual_seed(0)
-    logits, targets = torch.randn(2, 3, V, requires_grad=True), torch.randint(0, 30, (2, 3))
-    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(V, 8, requires_grad=True)
+    logits, hidden, weight = (torch.randn(n).to(DEVICE).requires_grad_() for n in ((2, 3, V), (6, 8), (V, 8)))
+    targets = torch.randint(0, 30, (2, 3)).to(DEVICE)
     plain, flat = logits.detach(), targets.flatten()
     logp, entropy, saved = kernels._logprob(plain, targets, 0.7, 30, True, False)
     kl, kl_saved = kernels._kl(plain, -plain, 0.7, 30)
@@ -384,8 +432,8 @@ def test_opcheck(monkeypatch, choice, name):
 def test_torch_compile_takes_the_whole_graph(monkeypatch, choice, inplace):
     monkeypatch.setenv("KERNELS", choice)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(2, 3, 8), torch.randn(64, 8, requires_grad=True)
-    targets = torch.randint(0, 50, (2, 3))
+    hidden, weight = torch.randn(2, 3, 8).to(DEVICE), torch.randn(64, 8).to(DEVICE).requires_grad_()
+    targets = torch.randint(0, 50, (2, 3)).to(DEVICE)
 
     def loss(hidden, weight):
         logits = hidden @ weight.T
@@ -460,4 +508,4 @@ inspect.main()
     broken = [line for line in done.stderr.splitlines() if line.startswith("broken: ")]
     assert done.returncode == 1
     assert any("logprob forward, bf16, sm90" in line and "limit 5.0" in line for line in broken)
-    assert any("logprob backward, bf16, sm90: 0 accesses of 128 bits" in line for line in broken)
+    assert any("logprob backward, bf16, sm90: 0 accesses of 128 bits, 4 needed" in line for line in broken)
