@@ -179,7 +179,7 @@ def _logprob(
 @_logprob.register_fake
 def _logprob_shapes(logits, targets, temperature, vocab_size, with_entropy, inplace_backward):
     logp = logits.new_empty(targets.shape, dtype=_float(logits))
-    return logp, logp.new_empty(targets.shape if with_entropy else 0), logp.new_empty(2, targets.numel())
+    return logp, logp.new_empty(targets.shape if with_entropy else 0), logp.new_zeros(2, targets.numel())
 
 
 @torch.library.custom_op("kernels::logprob_backward", mutates_args=())
@@ -246,7 +246,7 @@ def _kl(logits: Tensor, ref_logits: Tensor, temperature: float, vocab_size: int)
 @_kl.register_fake
 def _kl_shapes(logits, ref_logits, temperature, vocab_size):
     kl = logits.new_empty(logits.shape[:-1], dtype=_float(logits))
-    return kl, kl.new_empty(4, kl.numel())
+    return kl, kl.new_zeros(4, kl.numel())
 
 
 @torch.library.custom_op("kernels::kl_backward", mutates_args=())

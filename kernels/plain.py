@@ -4,8 +4,9 @@ They never hold more of the vocabulary's size than the gradient they fill and on
 cache from its first operation to its last. They compute in float64 for float64 logits and in float32 otherwise. With
 u_v = (x_v - m) / T they save, like the kernels, m = max x and Z = sum_v e^u_v of each row for the backward pass.
 
-(torch.log_softmax would be much shorter. But on a CPU it adds up the vocabulary one after the other: for 50257 logits of
-standard deviation 4 its float32 result is off by up to 2e-5, five times as far as with torch.sum, which adds in a tree.)
+torch.log_softmax does all that in one call, the fastest on a CPU, and is used for small vocabularies. But it adds up the
+vocabulary one after the other: for 50257 logits of standard deviation 4 its float32 result is off by up to 2e-5, five
+times as far as with torch.sum, which adds in a tree.
 """
 
 import math
@@ -14,6 +15,8 @@ import torch
 
 # Logits per chunk: small enough for a CPU's cache, large enough to keep a GPU busy
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**25, "mps": 2**25}
+
+SMALL = 8192  # vocabularies up to here are torch.log_softmax's
 
 
 def chunks(*tensors):
@@ -49,6 +52,13 @@ def _scaled(x, m, temperature, out):
     return u if temperature == 1.0 else u.div_(temperature)
 
 
+def _softmax(function, x, temperature, out):
+    """torch.softmax or torch.log_softmax of x / T, rows [n, V], into `out`, which may be x."""
+    if temperature != 1.0 or x.dtype != out.dtype or not x.is_contiguous():
+        x = _scaled(x, x.amax(-1, keepdim=True).to(out.dtype), temperature, out)
+    return function(x, -1, out=out)
+
+
 def _inside(targets, vocab_size):
     """Targets [...] -> which of them are in the vocabulary [N], and a column for each [N, 1], 0 for those that are not."""
     targets = targets.reshape(-1)
@@ -58,52 +68,60 @@ def _inside(targets, vocab_size):
 
 def logprob_forward(logits, targets, temperature, vocab_size, logp, entropy, saved):
     """logits [..., W], targets [...]: fills logp [...], entropy [...] (if it is not None), and saved [2, N] with m and Z
-    of each row."""
+    of each row (not for a small vocabulary: there the backward function does without)."""
     inside, column = _inside(targets, vocab_size)
+    small = vocab_size <= SMALL
     buffers = _buffers(1 if entropy is None else 2, logits, logp.dtype, vocab_size)
     for rows, x in chunks(logits):
-        x = x[:, :vocab_size]
-        m = x.amax(-1, keepdim=True).to(logp.dtype)  # [n, 1]
-        u = _scaled(x, m, temperature, buffers[0, : len(x)])  # [n, V]
-        u_target = u.gather(1, column[rows])[:, 0]  # [n]
-        if entropy is None:
-            Z = u.exp_().sum(-1)  # [n]
+        x, buffer = x[:, :vocab_size], buffers[:, : len(x)]
+        if small:  # u = ln p, and the formulas below hold with Z = 1
+            u, log_Z = _softmax(torch.log_softmax, x, temperature, buffer[0]), 0.0  # [n, V]
         else:
+            m = x.amax(-1, keepdim=True).to(logp.dtype)  # [n, 1]
+            u = _scaled(x, m, temperature, buffer[0])
+        u_target = u.gather(1, column[rows])[:, 0]  # [n]
+        if entropy is not None:
             u.clamp_(min=-1e3)  # e^u is 0 there, and so is e^u u: not 0 * -inf
-            e = torch.exp(u, out=buffers[1, : len(x)])
-            Z = e.sum(-1)
-            entropy.view(-1)[rows] = Z.log() - e.mul_(u).sum(-1) / Z
-        logp.view(-1)[rows] = torch.where(inside[rows], u_target - Z.log(), 0.0)
-        saved[0, rows], saved[1, rows] = m[:, 0], Z
+            e = torch.exp(u, out=buffer[1])
+        elif not small:
+            e = u.exp_()
+        if not small:
+            Z = e.sum(-1)  # [n]
+            log_Z, saved[0, rows], saved[1, rows] = Z.log(), m[:, 0], Z
+        logp.view(-1)[rows] = torch.where(inside[rows], u_target - log_Z, 0.0)
+        if entropy is not None:
+            mean_u = e.mul_(u).sum(-1) if small else e.mul_(u).sum(-1) / Z
+            entropy.view(-1)[rows] = log_Z - mean_u
 
 
 def logprob_backward(logits, targets, temperature, vocab_size, entropy, saved, g_logp, g_entropy, gradient):
     """Fills `gradient` [..., W], which may be the logits. g_logp [...]; g_entropy [...] or None."""
     inside, column = _inside(targets, vocab_size)
-    all_inside = bool(inside.all())
-    m, Z = saved[:, :, None]  # [N, 1] each
+    all_inside, small = bool(inside.all()), vocab_size <= SMALL
     g_over_T = torch.where(inside, g_logp.reshape(-1), 0.0)[:, None] / temperature  # [N, 1]
     # With p = e^u / Z and ln p = u - ln Z, dx = g/T 1[v = target] - g/T p - h/T p (ln p + entropy)
     #                                          = g/T 1[v = target] - e^u (slope u + constant)
+    m, Z = saved[:, :, None] if not small else (None, torch.ones_like(g_over_T))  # [N, 1] each; small: u = ln p
     constant = g_over_T / Z
     if g_entropy is not None:
-        h_over_T = g_entropy.reshape(-1, 1) / temperature
-        slope = h_over_T / Z
+        slope = g_entropy.reshape(-1, 1) / temperature / Z
         constant = constant + slope * (entropy.reshape(-1, 1) - Z.log())
     own_buffer = gradient.dtype != saved.dtype or gradient.shape[-1] != vocab_size  # else work in the gradient itself
     buffers = _buffers(2, logits, saved.dtype, vocab_size) if own_buffer or g_entropy is not None else None
     for rows, x, dx in chunks(logits, gradient):
-        u = _scaled(x[:, :vocab_size], m[rows], temperature, buffers[0, : len(x)] if own_buffer else dx)  # [n, V]
-        if g_entropy is None:
-            u.exp_().mul_(-constant[rows])
-            if not all_inside:
-                u[~inside[rows]] = 0.0  # even if the logits are NaN
-        else:
+        x, out = x[:, :vocab_size], buffers[0, : len(x)] if own_buffer else dx  # [n, V]
+        if g_entropy is not None:
+            u = _softmax(torch.log_softmax, x, temperature, out) if small else _scaled(x, m[rows], temperature, out)
             e = torch.exp(u.clamp_(min=-1e3), out=buffers[1, : len(x)])
             u.mul_(-slope[rows]).sub_(constant[rows]).mul_(e)
-        u.scatter_add_(1, column[rows], g_over_T[rows])
+        else:
+            e = _softmax(torch.softmax, x, temperature, out) if small else _scaled(x, m[rows], temperature, out).exp_()
+            e.mul_(-constant[rows])
+            if not all_inside:
+                e[~inside[rows]] = 0.0  # even if the logits are NaN
+        out.scatter_add_(1, column[rows], g_over_T[rows])
         if own_buffer:
-            dx[:, :vocab_size] = u  # rounded to the logits' dtype once
+            dx[:, :vocab_size] = out  # rounded to the logits' dtype once
             dx[:, vocab_size:] = 0.0
 
 

@@ -324,8 +324,11 @@ LOGPROB_CASES = [sizes, whole_vocabulary, temperatures, padded_rows, strides, mi
 KL_CASES = [kl_sizes, kl_whole_vocabulary, kl_near_zero, kl_strides, kl_rising, kl_minus_infinity, kl_beyond_int32]
 
 
+@pytest.mark.parametrize("small", [plain.SMALL, 0])
 @pytest.mark.parametrize("case", LOGPROB_CASES + KL_CASES, ids=lambda case: case.__name__)
-def test_plain(case):
+def test_plain(monkeypatch, case, small):
+    """As it is, and with the way for large vocabularies for all."""
+    monkeypatch.setattr(plain, "SMALL", small)
     case(plain)
 
 

@@ -171,6 +171,8 @@ def test_both_implementations_through_autograd(monkeypatch, choice):
     # two gradients, each rounded to bfloat16, and their sum
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=2**-6, atol=2**-7)
     assert logits.grad[..., 30:].eq(0).all()
+    # the same bits with and without entropy: the first ratio of policy optimisation is exactly 1
+    assert torch.equal(token_logprobs(logits, targets, 0.7, 30), logp)
     # an output that is not used costs nothing and changes nothing
     logits.grad = None
     token_logprobs_and_entropy(logits, targets)[1].sum().backward()
