@@ -13,8 +13,8 @@ Everywhere: logits [..., W] have W columns, the first V = `vocab_size` of them t
 enters a softmax and gets a zero gradient. They are divided by `temperature`. Results are float32 (float64 for float64
 logits), in nats. Half-precision logits are never copied to float32 as a whole.
 
-The functions are built of custom operators, so torch.compile(fullgraph=True) takes what calls them in one piece. Second
-derivatives (create_graph=True) raise an error: nobody has written them.
+The functions are built of custom operators, so torch.compile(fullgraph=True) takes what calls them in one piece. To
+differentiate their gradient once more (create_graph=True) raises an error: nobody has written second derivatives.
 """
 
 import functools
@@ -45,7 +45,7 @@ def token_logprobs(logits, targets, temperature=1.0, vocab_size=None, inplace_ba
     Gradient to the logits: (onehot(target) - softmax) / temperature.
 
     `inplace_backward` overwrites the logits with their gradient, which saves their size in memory; do not use them
-    after the backward pass. Whatever else needs them in it, such as a second backward pass, raises, as after any in-place
+    after the backward pass. Whatever else needs them, such as a second backward pass, raises, as after any in-place
     change. It is meant for logits that a head has just computed, not for a leaf, and not for rows that overlap in memory.
 
     Raises ValueError for a temperature that is not above 0 and finite, a vocab_size beyond the rows, or targets of
@@ -158,7 +158,8 @@ def implementation(x, name="logprob"):
 # and setup_context what to keep for it. (A plain autograd.Function would do without torch.compile, which traces into it
 # and breaks on the kernels.) Backward functions are operators as well, for the same reason.
 #
-# `saved` holds the maximum and the normaliser of each row, for the backward function; it has no gradient of its own.
+# `saved` holds the maximum and the normaliser of each row, for the backward function (zeros where plain.py does without);
+# it has no gradient of its own.
 
 
 def _float(x):
@@ -224,7 +225,8 @@ def _logprob_gradients(ctx, g_logp, g_entropy, _):
     if g_logp is None:
         g_logp = saved.new_zeros(targets.shape)
     arguments = logits, targets, ctx.temperature, ctx.vocab_size, entropy, saved, g_logp, g_entropy
-    # Not in place with create_graph=True, which shall raise, nor where expand() made rows share their memory
+    # Not in place with create_graph=True, so that to differentiate the result raises; nor where expand() made rows share
+    # their memory
     if ctx.inplace and not torch.is_grad_enabled() and 0 not in logits.stride():
         _logprob_backward_(*arguments)
         gradient = logits

@@ -200,7 +200,7 @@ def time_size(device, N, W, V, ways, rate):
     logits, targets = data(N, W, V, device)
     other = torch.empty_like(logits).normal_(0, 3)
     for tensor in (logits, other, targets):
-        torch._dynamo.mark_dynamic(tensor, 0)  # one compilation for all N
+        torch._dynamo.mark_dynamic(tensor, 0)  # no compilation for each N
     logits.requires_grad_()
     for operation in ways:
         for name, function in ways[operation].items():

@@ -4,9 +4,9 @@ They never hold more of the vocabulary's size than the gradient they fill and on
 cache from its first operation to its last. They compute in float64 for float64 logits and in float32 otherwise. With
 u_v = (x_v - m) / T they save, like the kernels, m = max x and Z = sum_v e^u_v of each row for the backward pass.
 
-torch.log_softmax does all that in one call, the fastest on a CPU, and is used for small vocabularies. But it adds up the
-vocabulary one after the other: for 50257 logits of standard deviation 4 its float32 result is off by up to 2e-5, five
-times as far as with torch.sum, which adds in a tree.
+For vocabularies up to SMALL they call torch.log_softmax and torch.softmax instead, which are the fastest on a CPU and need
+nothing saved. But those add up the vocabulary one after the other: for 50257 logits of standard deviation 4 the float32
+result is off by up to 2e-5, five times as far as with torch.sum, which adds in a tree; and so are entropy and gradient.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 # Logits per chunk: small enough for a CPU's cache, large enough to keep a GPU busy
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**25, "mps": 2**25}
 
-SMALL = 8192  # vocabularies up to here are torch.log_softmax's
+SMALL = 1024  # vocabularies up to here are left to torch's own softmax
 
 
 def chunks(*tensors):
@@ -53,7 +53,8 @@ def _scaled(x, m, temperature, out):
 
 
 def _softmax(function, x, temperature, out):
-    """torch.softmax or torch.log_softmax of x / T, rows [n, V], into `out`, which may be x."""
+    """torch.softmax or torch.log_softmax of x / T, rows [n, V], into `out`, which may be x. By way of `_scaled` where torch
+    would make a copy of its own, and for a temperature: x / T would round off the differences of large logits."""
     if temperature != 1.0 or x.dtype != out.dtype or not x.is_contiguous():
         x = _scaled(x, x.amax(-1, keepdim=True).to(out.dtype), temperature, out)
     return function(x, -1, out=out)
@@ -107,7 +108,8 @@ def logprob_backward(logits, targets, temperature, vocab_size, entropy, saved, g
         slope = g_entropy.reshape(-1, 1) / temperature / Z
         constant = constant + slope * (entropy.reshape(-1, 1) - Z.log())
     own_buffer = gradient.dtype != saved.dtype or gradient.shape[-1] != vocab_size  # else work in the gradient itself
-    buffers = _buffers(2, logits, saved.dtype, vocab_size) if own_buffer or g_entropy is not None else None
+    count = 2 if g_entropy is not None else int(own_buffer)
+    buffers = _buffers(count, logits, saved.dtype, vocab_size)
     for rows, x, dx in chunks(logits, gradient):
         x, out = x[:, :vocab_size], buffers[0, : len(x)] if own_buffer else dx  # [n, V]
         if g_entropy is not None:

@@ -324,6 +324,14 @@ LOGPROB_CASES = [sizes, whole_vocabulary, temperatures, padded_rows, strides, mi
 KL_CASES = [kl_sizes, kl_whole_vocabulary, kl_near_zero, kl_strides, kl_rising, kl_minus_infinity, kl_beyond_int32]
 
 
+@pytest.mark.parametrize("V", [plain.SMALL, plain.SMALL + 1, 4096])
+def test_plain_on_either_side_of_small(V):
+    for seed in range(3):
+        for entropy in (False, True):
+            check_logprob(plain, random(64, V, seed=seed), entropy=entropy)
+            check_logprob(plain, random(64, V, seed=seed), entropy=entropy, T=0.7)
+
+
 @pytest.mark.parametrize("small", [plain.SMALL, 0])
 @pytest.mark.parametrize("case", LOGPROB_CASES + KL_CASES, ids=lambda case: case.__name__)
 def test_plain(monkeypatch, case, small):
