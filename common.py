@@ -37,8 +37,8 @@ COLUMNS = {  # how a metric is printed: key -> (heading, format)
 
 def parse(Config, doc, argv=None):
     """The command line as a Config: one flag per dataclass field, the comment behind a field is its help. Any mistake
-    ends the program with one line that names the flag, and exit code 2. `Config.check`, if there is one, raises
-    ValueError for impossible values."""
+    ends the program with one line that names the flag, and exit code 2. A Config raises ValueError for values
+    that cannot be."""
     comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(Config), re.MULTILINE))
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -46,10 +46,8 @@ def parse(Config, doc, argv=None):
     flags = {}
     for field in dataclasses.fields(Config):
         kind, options = field.type, {}
-        if typing.get_origin(kind) in (
-            types.UnionType,
-            typing.Union,
-        ):  # `float | None`: None means that something else decides
+        # `float | None`: None means that something else decides
+        if typing.get_origin(kind) in (types.UnionType, typing.Union):
             kind = next(t for t in typing.get_args(kind) if t is not types.NoneType)
         if typing.get_origin(kind) is typing.Literal:
             options["choices"] = typing.get_args(kind)
@@ -80,9 +78,7 @@ def parse(Config, doc, argv=None):
             if type(field.default) in (int, float) and field.default > 0 and not value > 0:
                 raise ValueError(f"--{field.name.replace('_', '-')} {value}: must be above 0")
         config.device = pick_device(config.device)
-        kernels.implementation(
-            torch.empty(0, device=config.device)
-        )  # raises for an environment that asks the impossible
+        kernels.implementation(torch.empty(0, device=config.device))  # raises if KERNELS asks for what is not there
         get_tokenizer(config.tokenizer)
     except ValueError as problem:
         error(str(problem))

@@ -128,9 +128,8 @@ class KVCache:
 
     def __init__(self, config, rows, columns, like):
         head = config.n_embd // config.n_head
-        self.kv = like.new_empty(
-            config.n_layer, 2, rows, config.n_head, columns, head
-        )  # of the weights' dtype and device
+        # of the weights' dtype and device
+        self.kv = like.new_empty(config.n_layer, 2, rows, config.n_head, columns, head)
         self.length = 0
 
     def extend(self, layer, kv):
@@ -392,9 +391,8 @@ def _sample(logits, temperature, top_k, generator):
         cumulative = probs.cumsum(-1)
         u = 1 - torch.rand(len(probs), 1, device=probs.device, generator=generator)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:])[:, 0]
-        token = token.clamp(
-            max=probs.shape[-1] - 1
-        )  # NaN logits end up behind the last token: let the loss report them
+        # NaN logits end up behind the last token: let the loss report them
+        token = token.clamp(max=probs.shape[-1] - 1)
     return token, log_probs.gather(-1, token[:, None])[:, 0]
 
 
@@ -481,9 +479,8 @@ def main(config):
         total = 0.0
         for rows in common.by_length(list(map(len, documents)), config.micro_batch):
             ids, mask = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
-            hidden = model.hidden(
-                ids[:, :-1]
-            )  # [b, L-1, C]; padding is on the right, where causal attention never looks
+            # padding is on the right, where causal attention never looks
+            hidden = model.hidden(ids[:, :-1])  # [b, L-1, C]
             logp = model.token_logprobs(hidden, ids[:, 1:])  # [b, L-1]
             loss = -(logp * mask[:, 1:]).sum() / n_targets
             loss.backward()
