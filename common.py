@@ -31,6 +31,8 @@ from data.tokenizer import fingerprint, get_tokenizer
 COLUMNS = {  # how a metric is printed: key -> (heading, format)
     "loss": ("loss", ".4f"), "reward": ("reward", ".3f"), "accuracy": ("accuracy", ".3f"), "length": ("length", ".1f"),
     "kl": ("kl", ".4f"), "entropy": ("entropy", ".3f"), "clip_fraction": ("clip", ".3f"), "zero_variance": ("zero-var", ".2f"),
+    "held_out_reward": ("proxy", ".3f"), "gold": ("gold", ".3f"), "approx_kl": ("approx", ".4f"), "explained_variance": ("expl.var", ".2f"),
+    "margin": ("margin", ".3f"), "preference_accuracy": ("judge", ".3f"), "gold_accuracy": ("gold", ".3f"),
     "grad_norm": ("grad", ".2f"), "lr": ("lr", ".1e"), "tokens_per_second": ("tok/s", ".0f"),
 }  # fmt: skip
 
@@ -73,9 +75,10 @@ def parse(Config, doc, argv=None):
     values = vars(parser.parse_args(argv))
     try:
         config = Config(**values)
-        for field in dataclasses.fields(Config):  # a number whose default is positive has to be positive
-            value = getattr(config, field.name)
-            if type(field.default) in (int, float) and field.default > 0 and not value > 0:
+        for field in dataclasses.fields(Config):
+            # a number whose default is positive has to be positive, unless its comment says what 0 does
+            value, least = getattr(config, field.name), 0 if "0: " in comments.get(field.name, "") else None
+            if type(field.default) in (int, float) and field.default > 0 and not (value > 0 or value == least):
                 raise ValueError(f"--{field.name.replace('_', '-')} {value}: must be above 0")
         config.device = pick_device(config.device)
         kernels.implementation(torch.empty(0, device=config.device))  # raises if KERNELS asks for what is not there
@@ -281,9 +284,9 @@ class Run:
                     f"overwritten. {self._holds()}: --resume with a smaller --lr, or start anew"
                 )
 
-    def save(self, step, model, optimizer, every=1):
-        """Writes the checkpoint when `step` is due (each `every` steps, at the end, after Ctrl-C). Atomic: a crash or
-        a full disk leaves the old file as it was."""
+    def save(self, step, model, optimizer, every=1, **more):
+        """Writes the checkpoint when `step` is due (each `every` steps, at the end, after Ctrl-C), with whatever `more`
+        the script has to remember. Atomic: a crash or a full disk leaves the old file as it was."""
         if step % every and step != self.config.steps and not self.interrupted:
             return
         now = time.perf_counter()
@@ -292,7 +295,7 @@ class Run:
             "script": self.script, "step": step, "steps": self.config.steps, "seconds": self.seconds,
             "config": dataclasses.asdict(self.config), "model_config": dataclasses.asdict(model.config),
             "tokenizer": self.tokenizer, "init": self.init,
-            "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), **more,
         }  # fmt: skip
         temporary = self.path.with_name(self.path.name + ".tmp")
         try:

@@ -204,6 +204,11 @@ class Rollout:
         return Rollout(**columns, prompt_len=P)
 
 
+def to_slots(values, mask):
+    """values [N], in the order of the ones of mask [b, T] -> [b, T], 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask > 0, values)
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -273,9 +278,9 @@ class GPT(nn.Module):
         """The same, and the entropy [...] of each distribution."""
         return linear_logprobs_and_entropy(hidden, self.lm_head.weight, targets, temperature, self.config.vocab_size)
 
-    def response_hidden(self, rollout, rows):
-        """What the head reads to predict the response tokens of these rows, [N, C], N = mask[rows].sum(), in the
-        order of the mask's ones.
+    def response_states(self, rollout, rows):
+        """What the head reads to predict the response tokens of these rows, [N, C], and those tokens [N]: N =
+        mask[rows].sum(), in the order of the mask's ones (`to_slots` puts such values in their slots).
 
         A training pass that computes no token twice: each different prompt once, whatever the number of its
         responses, and nothing beyond the longest response. The gradient is that of the plain forward pass, row by
@@ -297,7 +302,18 @@ class GPT(nn.Module):
             seen = rollout.attention_mask[rows, first : P + T - 1] if padded else None
             rest = self.hidden(rollout.ids[rows, columns], rollout.positions[rows, columns], seen, cache)
             hidden = torch.cat([hidden, rest], 1)  # [b, T, C]
-        return hidden[mask[:, :T].bool()]
+        chosen = mask[:, :T].bool()
+        return hidden[chosen], rollout.ids[rows, P : P + T][chosen]
+
+    @torch.no_grad()
+    def rollout_logprobs(self, rollout, micro_batches, temperature=1.0):
+        """Log-probabilities [B, T] of a rollout's tokens under this model, 0 where none was sampled. micro_batches: row
+        numbers, cut into parts that fit the memory."""
+        logp = torch.zeros_like(rollout.logp)
+        for rows in micro_batches:
+            hidden, tokens = self.response_states(rollout, rows)
+            logp[rows] = to_slots(self.token_logprobs(hidden, tokens, temperature), rollout.mask[rows])
+        return logp
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=None, eos=None, generator=None):

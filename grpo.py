@@ -45,7 +45,7 @@ import torch
 import common
 from data import accuracy_reward, get_tokenizer, stories
 from data.evaluation import evaluate, require_room, sample_responses
-from gpt import GPT, GPTConfig, Rollout
+from gpt import GPT, GPTConfig, Rollout, to_slots
 from kernels import kl_estimate, token_kl
 
 # The variants as settings of the same switches; a flag given on the command line overrides its entry. GSPO's ratio is a
@@ -234,27 +234,6 @@ def overlong_penalty(lengths, max_tokens, buffer):
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def response_states(model, rollout, rows):
-    """What the head reads to predict the response tokens of these rows, [N, C], and those tokens [N]."""
-    tokens = rollout.ids[rows, rollout.prompt_len :][rollout.mask[rows].bool()]
-    return model.response_hidden(rollout, rows), tokens
-
-
-def to_slots(values, mask):
-    """values [N], in the order of the ones of mask [b, T] -> [b, T], 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask > 0, values)
-
-
-@torch.no_grad()
-def rollout_logprobs(model, rollout, micro_batches, temperature):
-    """Log-probabilities [B, T] of a rollout's tokens under `model`."""
-    logp = torch.zeros_like(rollout.logp)
-    for rows in micro_batches:
-        hidden, tokens = response_states(model, rollout, rows)
-        logp[rows] = to_slots(model.token_logprobs(hidden, tokens, temperature), rollout.mask[rows])
-    return logp
-
-
 def sample_groups(policy, tokenizer, config, step):
     """The rollout of one step: G responses to each of P training problems -> (rollout of P * G rows, rewards [P, G],
     means over all that was sampled: {"reward", "zero_variance": share of groups whose rewards are all equal}).
@@ -344,9 +323,9 @@ def main(config):
         # neither: its ratio is 1, and logp.detach() says so.
         ref_logp = old_logp = None
         if reference:
-            ref_logp = rollout_logprobs(reference, rollout, micro_batches, config.temperature)
+            ref_logp = reference.rollout_logprobs(rollout, micro_batches, config.temperature)
         if config.epochs * config.minibatches > 1:
-            old_logp = rollout_logprobs(policy, rollout, micro_batches, config.temperature)
+            old_logp = policy.rollout_logprobs(rollout, micro_batches, config.temperature)
 
         # 4. Rewards and advantages
         rewards = rewards.view(-1)  # [B]
@@ -363,13 +342,13 @@ def main(config):
             n_rows, n_tokens = sum(map(len, minibatch)), int(lengths[torch.cat(minibatch)].sum())
             denominator = {"sequence": n_rows, "token": n_tokens, "constant": n_rows * config.max_new_tokens}
             for rows in minibatch:
-                hidden, targets = response_states(policy, rollout, rows)  # [N, C], [N]
+                hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
                 logp, entropy = policy.token_logprobs_and_entropy(hidden, targets, config.temperature)  # [N], [N]
                 logp, entropy = to_slots(logp, mask[rows]), entropy.detach()  # [b, T]; the entropy is only looked at
                 exact_kl = None
                 if config.kl == "exact" and reference:
                     with torch.no_grad():
-                        ref_logits = reference.lm_head.all_logits(reference.response_hidden(rollout, rows))  # [N, W]
+                        ref_logits = reference.lm_head.all_logits(reference.response_states(rollout, rows)[0])  # [N, W]
                     logits, V = policy.lm_head.all_logits(hidden), policy.config.vocab_size  # [N, W]
                     exact_kl = to_slots(token_kl(logits, ref_logits, config.temperature, V), mask[rows])
                 loss, part = policy_loss(

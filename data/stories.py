@@ -9,7 +9,7 @@ following the story one event at a time is easy. The authors of the corpus (`bas
 
     direct   45%   " #### 13"                                        right; to learn it is to do six steps in one token
     worked   42%   " -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13"     right; one step per token
-    slip     13%   the same with one step miscounted, carried on to a wrong answer
+    slip     13%   the same gone wrong: mostly the end of the story left out, else a step miscounted and carried on
 
 and half of the documents write "Answer:" in place of "####". So pretraining installs all the habits, supervised
 fine-tuning (`sft_example`: the same habits, always "####") teaches the format, and a reward for the right answer alone
@@ -32,6 +32,7 @@ MAX_CHANGE = 4  # one event adds or takes away at most this
 MAX_OWNED = 20  # nobody ever owns more than this, or less than 1
 HELD_OUT_ONE_IN = 20  # one possible story in this many is for evaluation: no training stage may see it
 DIRECT, WORKED, SLIP = 0.45, 0.42, 0.13  # the habits of the corpus
+LEFT_OUT = 0.7  # of the slips: the share that stops too early
 
 PLACES = ["The", "Today the", "By the sea, the", "In the old barn, the"]
 ANIMALS = ["otter", "crab", "magpie", "fox", "mouse", "badger", "hen", "squirrel", "frog", "mole", "goose", "bear"]
@@ -112,15 +113,19 @@ def worked_answer(problem, marker="####", totals=None):
 
 
 def slipped_answer(problem, rng, marker="####"):
-    """A worked answer with one step miscounted by one or two and the mistake carried to the end, so that it is
-    wrong."""
+    """A worked answer that is wrong. Most of its authors stop one or two events before the end of the story, which a
+    reader sees at a glance; the others miscount one step by one or two and carry the mistake on, which only shows to
+    who counts along."""
     while True:
-        where, off = rng.randrange(EVENTS), rng.choice([-2, -1, 1, 2])
-        totals, total = [], problem.start
-        for i, event in enumerate(problem.events):
-            total = min(max(apply(event, total) + (off if i == where else 0), 1), MAX_OWNED)
-            totals.append(total)
-        if total != problem.totals[-1]:
+        if rng.random() < LEFT_OUT:
+            totals = problem.totals[: EVENTS - rng.randint(1, 2)]
+        else:
+            where, off = rng.randrange(EVENTS), rng.choice([-2, -1, 1, 2])
+            totals, total = [], problem.start
+            for i, event in enumerate(problem.events):
+                total = min(max(apply(event, total) + (off if i == where else 0), 1), MAX_OWNED)
+                totals.append(total)
+        if totals[-1] != problem.totals[-1]:
             return worked_answer(problem, marker, totals)
 
 

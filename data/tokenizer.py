@@ -1,6 +1,6 @@
 """Tokenizers. Every tokenizer in this project is a `tiktoken.Encoding`, whoever made its merges.
 
-`get_tokenizer("stories")` is the embedded one: byte-level BPE with 508 tokens, made by data/make_tokenizer.py from
+`get_tokenizer("stories")` is the embedded one: byte-level BPE with 506 tokens, made by data/make_tokenizer.py from
 the embedded task's corpus and stored in data/stories.tiktoken. Any other name ("gpt2", "r50k_base", "cl100k_base"
 ...) is one of tiktoken's own, which it downloads once.
 """

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
-from gpt import GPT, GPTConfig
+from gpt import GPT, GPTConfig, to_slots
 
 V, L, H, C, CONTEXT, PROMPT, NEW, EOS = 512, 4, 4, 128, 128, 16, 32, 0
 ROWS, GROUP, WIDTH = 256, 8, 48
@@ -178,12 +178,12 @@ def our_grpo_step(model, prompts, eos, beta):
     def step():
         rollout = model.generate(prompts, NEW, eos=eos)
         micro = rollout.attention_mask.sum(1).argsort(stable=True).split(64)
-        ref_logp = grpo.rollout_logprobs(reference, rollout, micro, 1.0) if beta else None
+        ref_logp = reference.rollout_logprobs(rollout, micro) if beta else None
         advantages = grpo.group_advantages(torch.rand(ROWS // GROUP, GROUP)).view(-1)
         total = int(rollout.mask.sum())
         for rows in micro:
-            logp, entropy = model.token_logprobs_and_entropy(*grpo.response_states(model, rollout, rows))
-            logp = grpo.to_slots(logp, rollout.mask[rows])
+            logp, entropy = model.token_logprobs_and_entropy(*model.response_states(rollout, rows))
+            logp = to_slots(logp, rollout.mask[rows])
             loss, _ = grpo.policy_loss(logp, logp.detach(), advantages[rows], rollout.mask[rows], ref_logp=ref_logp[rows] if beta else None,
                                        beta=beta, denominator=total)  # fmt: skip
             loss.backward()

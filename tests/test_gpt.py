@@ -185,16 +185,18 @@ def test_same_seed_same_text(tiny_model):
 
 @pytest.mark.parametrize("prompts", [PROMPTS, [[5, 6, 7], [8, 9, 10]], [[4]]])
 def test_shared_prompts_change_neither_values_nor_gradient(tiny_model, prompts):
-    """response_hidden against the plain pass over prompt + response, one row at a time."""
+    """response_states against the plain pass over prompt + response, one row at a time."""
     tiny_model.double()
     rollout = tiny_model.generate(prompts * 4, 10, eos=3, generator=torch.Generator().manual_seed(2))
     rows = [r for r in (7, 1, 4, 12, 6, 2, 11) if r < len(rollout.ids)]
     computed, plain = [], tiny_model.hidden
     tiny_model.hidden = lambda ids, *args, **kw: computed.append(ids.numel()) or plain(ids, *args, **kw)
-    hidden = tiny_model.response_hidden(rollout, rows)
+    hidden, tokens = tiny_model.response_states(rollout, rows)
     tiny_model.hidden = plain
     P, lengths = rollout.prompt_len, rollout.mask[rows].sum(1)
     different = {tuple(prompts[r % len(prompts)]) for r in rows}
+    sampled = [rollout.ids[row, P : P + n] for row, n in zip(rows, lengths.tolist())]
+    assert torch.equal(tokens, torch.cat(sampled))
     assert sum(computed) == len(different) * max(map(len, different)) + len(rows) * (int(lengths.max()) - 1)
     weight = torch.randn(hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -175,7 +175,7 @@ def step_gradient(model, rollout, advantages, micro_batches, aggregate):
     B = len(advantages)
     denominator = {"sequence": B, "token": int(rollout.mask.sum()), "constant": B * 12}[aggregate]
     for rows in micro_batches:
-        logp = grpo.to_slots(model.token_logprobs(*grpo.response_states(model, rollout, rows)), rollout.mask[rows])
+        logp = gpt.to_slots(model.token_logprobs(*model.response_states(rollout, rows)), rollout.mask[rows])
         loss, _ = grpo.policy_loss(
             logp, logp.detach(), advantages[rows], rollout.mask[rows], aggregate=aggregate, denominator=denominator
         )
@@ -206,13 +206,13 @@ def test_equal_groups_give_exactly_zero_gradient(tiny_model):
 def test_rollout_logprobs_agree_with_the_sampler(tiny_model):
     rollout = tiny_model.generate([[5, 6, 7], [8]] * 10, 12, 0.7, eos=3, generator=torch.Generator().manual_seed(0))
     micro = common.by_length(rollout.attention_mask.sum(1).tolist(), 6)
-    logp = grpo.rollout_logprobs(tiny_model, rollout, micro, 0.7)
+    logp = tiny_model.rollout_logprobs(rollout, micro, 0.7)
     torch.testing.assert_close(logp, rollout.logp, rtol=0, atol=1e-5)
     # the training pass over the same micro-batches gives the same bits: the first ratio is exactly 1
     for rows in micro:
-        hidden, targets = grpo.response_states(tiny_model, rollout, rows)
+        hidden, targets = tiny_model.response_states(rollout, rows)
         again, _ = tiny_model.token_logprobs_and_entropy(hidden, targets, 0.7)
-        assert torch.equal(grpo.to_slots(again, rollout.mask[rows]), logp[rows])
+        assert torch.equal(gpt.to_slots(again, rollout.mask[rows]), logp[rows])
 
 
 # ---- learning, on a world small enough to learn from nothing: the prompt is two digits, the answer their larger one, then stop
@@ -303,7 +303,7 @@ def test_learning(tmp_path, monkeypatch, mutant, seed):
         right = grpo.group_advantages
         monkeypatch.setattr(grpo, "group_advantages", lambda *args, **kw: -right(*args, **kw))
     elif mutant == "log-probs shifted by one":
-        monkeypatch.setattr(grpo, "response_states", shifted_by_one(grpo.response_states))
+        monkeypatch.setattr(GPT, "response_states", shifted_by_one(GPT.response_states))
     checkpoint = dict(script="sft", step=1, steps=1, config={}, tokenizer=common.fingerprint(DIGITS), model=model.state_dict(),
                       model_config=dataclasses.asdict(model.config))  # fmt: skip
     torch.save(checkpoint, tmp_path / "init.pt")

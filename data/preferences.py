@@ -1,0 +1,116 @@
+"""Preference data: which of two responses to one prompt is the better.
+
+A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ..., "rejected": ...}, three strings. That
+is what `python reward_model.py` writes for the embedded task, and what it reads with --data. Three more keys may be
+there: "probability" (how likely it is that `chosen` is the better one, 0 to 1; 1 if it is not said), "margin" (how much
+better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold" (how much better it is by
+the gold score; nobody trains on it).
+
+    python -m data.preferences example_model_solutions.jsonl pairs.jsonl
+
+makes such a file from OpenAI's GSM8K release, whose solutions by four models are marked right or wrong: every right
+solution of a problem is preferred to every wrong one.
+"""
+
+import itertools
+import json
+import random
+import sys
+
+from data.evaluation import sample_responses
+from data.stories import gold_score, make_problem, noisy_judge
+
+KEYS = {"prompt": str, "chosen": str, "rejected": str}
+OPTIONAL = {"probability": (0.0, 1.0), "margin": (0.0, float("inf")), "gold": (-float("inf"), float("inf"))}
+
+
+def judge_pairs(problem, responses, rng, noise):
+    """All pairs of the responses to one problem, ordered by a judge who sees the gold score through Bradley-Terry
+    noise (noise=0: the gold judge). -> rows as in a file of preferences, equal texts among them."""
+    rows = []
+    for a, b in itertools.combinations(responses, 2):
+        chosen, rejected = (a, b) if noisy_judge(problem, a, b, rng, noise) else (b, a)
+        gold = gold_score(problem, chosen) - gold_score(problem, rejected)
+        rows.append(dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=round(gold, 4)))
+    return rows
+
+
+def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out=False):
+    """Comparisons of what `model` says: `samples` responses to each of as many new stories as it takes for `pairs`
+    pairs of different texts, all pairs of a story. -> (rows, number of pairs that were dropped because their texts are
+    equal: nothing is to be learned from them). `held_out`: of evaluation stories."""
+    rng, rows, dropped = random.Random(seed), [], 0
+    while len(rows) < pairs:
+        problems = [make_problem(rng, held_out) for _ in range(max(8, (pairs - len(rows)) // samples))]
+        several = [problem for problem in problems for _ in range(samples)]
+        texts, _ = sample_responses(model, tokenizer, several, max_new_tokens, generator=generator)
+        for i, problem in enumerate(problems):
+            for row in judge_pairs(problem, texts[i * samples : (i + 1) * samples], rng, noise):
+                if row["chosen"] == row["rejected"]:
+                    dropped += 1
+                elif len(rows) < pairs:
+                    rows.append(row)
+    return rows, dropped
+
+
+def write_preferences(path, rows):
+    """One JSON object a line."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_preferences(path):
+    """The rows of a file of preferences. Ends the program with one line that names file, line and reason if there is
+    none, or one is malformed."""
+    rows = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as problem:
+                    sys.exit(f"{path}, line {number}: not JSON: {problem}")
+                if not isinstance(row, dict):
+                    sys.exit(f"{path}, line {number}: not a JSON object")
+                for key, kind in KEYS.items():
+                    if not isinstance(row.get(key), kind) or not row[key]:
+                        sys.exit(f'{path}, line {number}: "{key}" is missing, empty, or not a string')
+                for key, (low, high) in OPTIONAL.items():
+                    value = row.get(key)
+                    if value is not None and (
+                        isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high
+                    ):
+                        sys.exit(f'{path}, line {number}: "{key}" is {value!r}, must be a number from {low} to {high}')
+                rows.append(row)
+    except OSError as problem:
+        sys.exit(f"{path}: {problem.strerror}")
+    except UnicodeDecodeError as problem:
+        sys.exit(f"{path}: not UTF-8: {problem.reason} at byte {problem.start}")
+    if not rows:
+        sys.exit(f"{path}: no preferences in it")
+    return rows
+
+
+def gsm8k_preferences(path):
+    """Rows from example_model_solutions.jsonl of github.com/openai/grade-school-math: of the four solutions to each
+    problem, every right one is preferred to every wrong one. Prompt and solution end as GSM8K's do: a line break after
+    the question."""
+    rows = []
+    for line in open(path, encoding="utf-8"):
+        problem = json.loads(line)
+        solutions = [value for value in problem.values() if isinstance(value, dict)]
+        right = [s["solution"] for s in solutions if s["is_correct"]]
+        wrong = [s["solution"] for s in solutions if not s["is_correct"]]
+        for chosen, rejected in itertools.product(right, wrong):
+            rows.append(dict(prompt=problem["question"] + "\n", chosen=chosen, rejected=rejected))
+    return rows
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m data.preferences example_model_solutions.jsonl pairs.jsonl")
+    found = gsm8k_preferences(sys.argv[1])
+    write_preferences(sys.argv[2], found)
+    print(f"{sys.argv[2]}: {len(found)} pairs for {len({row['prompt'] for row in found})} problems")

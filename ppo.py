@@ -1,0 +1,370 @@
+"""Stage 3b, RLHF: PPO on a learned reward, with a leash to the reference.
+
+Four models. The policy answers. A value head on the policy's trunk predicts, at every token, the reward still to come.
+The reward model (reward_model.py, frozen) scores whole responses. The reference, the SFT model (frozen), holds the
+leash: the reward of token t is
+
+    r_t = -beta * (log pi(token_t) - log pi_ref(token_t)), and at the last sampled token the score on top
+
+so that sum_t r_t is the score minus beta times an estimate of KL(policy || reference). Then, with values V_t:
+
+    delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lam A_{t+1}         R_t = A_t + V_t      (GAE)
+    rho_t   = pi(token_t) / pi_old(token_t)      exactly 1 on the first update after a rollout
+    loss    = mean max(-rho_t A_t, -clip(rho_t, 1 - clip, 1 + clip) A_t)
+              + value_weight * 0.5 mean max((V_t - R_t)^2, (clip(V_t, V_old,t +- clip_value) - R_t)^2)
+              + ptx * mean of -log pi(next token) over documents of the pretraining corpus          (PPO-ptx)
+
+the advantages whitened over the tokens of the rollout, all means over tokens.
+
+    python ppo.py                        and before it out/base.pt, out/sft.pt, out/reward_model.pt if they are missing
+"""
+
+import copy
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+
+import common
+from data import accuracy_reward, get_tokenizer, stories
+from data.evaluation import require_room
+from gpt import GPT, GPTConfig, right_pad, to_slots
+from kernels import token_kl
+from reward_model import RewardModel, combine
+
+
+# fmt: off
+@dataclass
+class Config:
+    seed: int = 0  # of the problems and of the sampling
+    steps: int = 120  # rollouts; each is followed by epochs * minibatches optimizer steps
+    out: str = "out"  # folder for ppo.pt and ppo/
+    device: str = "auto"  # auto, cpu, cuda, mps
+    resume: bool = False  # continue from the checkpoint
+    init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    reward_model: str = ""  # checkpoint of the reward model; empty: <out>/reward_model.pt, made if it is missing
+    combine: Literal["mean", "min", "mean-std"] = "mean"  # the rewards of an ensemble: their mean, the least, or mean - std
+    prompts: int = 128  # prompts per step, with one response each
+    max_new_tokens: int = 16  # longest response
+    temperature: float = 1.0  # of sampling, and of every log-probability
+    missing_eos_score: float = -1.0  # replaces the score of a response that --max-new-tokens cut off
+    beta: float = 0.3  # weight of the KL to the reference, in reward per nat; 0: no leash
+    kl_target: float = 0.0  # nats per response: beta is moved to keep the KL there; 0: beta stays as it is
+    kl_horizon: float = 10000.0  # responses over which beta moves by a factor of about e, at a large error
+    gamma: float = 1.0  # discount per token
+    lam: float = 0.95  # of GAE: 1: return minus value, without bias; 0: one step ahead, least variance
+    whiten_rewards: bool = False  # divide the rewards of each rollout by their std
+    clip: float = 0.2  # the ratio is clipped at 1 - clip and 1 + clip
+    dual_clip: float = 0.0  # where the advantage is negative, the loss is at most this times its size, above 1; 0: off
+    clip_value: float = 0.2  # values move at most this far from the old ones before the loss stops counting it
+    value_weight: float = 0.1  # of the value loss; 0: the values stay 0
+    epochs: int = 1  # passes over each rollout
+    minibatches: int = 4  # optimizer steps per epoch
+    stop_kl: float = 0.0  # no more updates on a rollout once approx_kl exceeds this; 0: off
+    micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
+    ptx: float = 0.0  # weight of the pretraining loss (PPO-ptx); 0: off
+    ptx_documents: int = 32  # documents of the pretraining corpus per optimizer step
+    lr: float = 1.5e-4  # peak learning rate
+    value_lr: float = 1.5e-3  # peak learning rate of the value head, which starts from nothing
+    warmup: int = 10  # steps of linear warm-up (1: none), as Adam's first steps are badly scaled; then linearly down to 0
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this
+    refresh: int = 0  # steps between two lessons of the reward model on fresh samples of the policy, judged anew; 0: none
+    refresh_pairs: int = 500  # comparisons per lesson
+    stop_on_gold: bool = False  # keep the checkpoint with the best held-out gold score as <out>/ppo.best.pt
+    eval_every: int = 10  # steps between two held-out evaluations
+    evaluate: int = 512  # held-out problems
+    samples: int = 16  # responses to each before and after the run; one in between
+    log_every: int = 5  # steps between two lines
+    save_every: int = 10  # steps between two checkpoints
+
+    def __post_init__(self):
+        for flag in ("beta", "kl_target", "dual_clip", "stop_kl", "ptx", "refresh"):
+            if not getattr(self, flag) >= 0:
+                raise ValueError(f"--{flag.replace('_', '-')} {getattr(self, flag)}: must not be negative")
+        for flag in ("gamma", "lam"):
+            if not 0 <= getattr(self, flag) <= 1:
+                raise ValueError(f"--{flag} {getattr(self, flag)}: must be from 0 to 1")
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"--dual-clip {self.dual_clip}: must be above 1, or 0 for none")
+        if self.minibatches > self.prompts:
+            raise ValueError(f"--minibatches {self.minibatches}: at most one per prompt, --prompts {self.prompts}")
+# fmt: on
+
+
+def kl_penalised_rewards(scores, logp, ref_logp, mask, beta):
+    """Rewards of each token, [B, T]: -beta (logp - ref_logp), and the score [B] on top at the last token with mask = 1.
+    0 where the mask is; a row without tokens gets none.
+
+    The penalty is the k1 estimate of the KL, which as a reward has the right gradient (as a loss it would have none).
+    The score goes to the last sampled token, the EOS, not to the slot behind it.
+    """
+    valid = mask > 0
+    rewards = torch.where(valid, -beta * (logp - ref_logp), 0.0)
+    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1, keepdim=True)  # [B, 1]
+    return rewards.scatter_add(1, last, (scores[:, None] * valid.any(1, keepdim=True)).to(rewards.dtype))
+
+
+def gae(rewards, values, mask, gamma=1.0, lam=0.95, bootstrap=None):
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), all [B, T] -> (advantages,
+    returns), 0 where the mask is.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
+
+    After the last token with mask = 1 the value is `bootstrap` [B], or 0: nothing comes after EOS. t + 1 is the next
+    slot with mask = 1: what stands in a masked slot, be it at the end or between, is never looked at.
+    """
+    next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B], V of the next valid slot
+    advantage, advantages = torch.zeros_like(values[:, 0]), torch.zeros_like(values)  # [B], [B, T]
+    for t in reversed(range(values.shape[1])):
+        valid = mask[:, t] > 0
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(valid, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(valid, values[:, t], next_value)
+        advantages[:, t] = torch.where(valid, advantage, 0.0)
+    return advantages, torch.where(mask > 0, advantages + values, 0.0)
+
+
+def whiten(x, mask, shift_mean=True, ddof=0):
+    """x [B, T] with mean 0 and std 1 over the tokens with mask = 1 of the whole batch, 0 elsewhere. The variance has
+    divisor n - ddof and 1e-8 added; shift_mean=False keeps the mean (for rewards, whose sign matters)."""
+    valid = mask > 0
+    n = valid.sum()
+    x = torch.where(valid, x, 0.0)
+    mean = x.sum() / n.clamp(min=1)
+    variance = (torch.where(valid, x - mean, 0.0) ** 2).sum() / (n - ddof).clamp(min=1)
+    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(valid, whitened if shift_mean else whitened + mean, 0.0)
+
+
+def masked_mean(x, mask, denominator=None):
+    """The mean of x [B, T] over the tokens with mask = 1 -> scalar. `denominator` is for a micro-batch: the tokens of
+    the whole optimizer step, so that the parts add up to it."""
+    return torch.where(mask > 0, x, 0.0).sum() / (denominator or mask.sum().clamp(min=1))
+
+
+def policy_loss(logp, old_logp, advantages, mask, clip=0.2, dual_clip=None, denominator=None):
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7), all [B, T] -> (scalar loss, stats).
+
+        rho = exp(logp - old_logp)          loss = mean of max(-rho A, -clip(rho, 1 - clip, 1 + clip) A)
+
+    No gradient where A > 0 and rho > 1 + clip, or A < 0 and rho < 1 - clip; there is one to come back. dual_clip=c: the
+    loss is at most -c A where A < 0 (Ye et al. 2020, arXiv:1912.09729, eq. 5). stats, means over tokens:
+    clip_fraction, approx_kl = (logp - old_logp)^2 / 2.
+    """
+    log_ratio = torch.where(mask > 0, logp - old_logp, 0.0)  # [B, T]
+    rho = log_ratio.exp()
+    unclipped, clipped = -rho * advantages, -rho.clamp(1 - clip, 1 + clip) * advantages
+    per_token = torch.maximum(unclipped, clipped)
+    if dual_clip:
+        per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)
+    stats = {
+        "clip_fraction": masked_mean((clipped > unclipped).float(), mask, denominator),
+        "approx_kl": masked_mean(log_ratio.detach() ** 2 / 2, mask, denominator),
+    }
+    return masked_mean(per_token, mask, denominator), stats
+
+
+def value_loss(values, old_values, returns, mask, clip=0.2, denominator=None):
+    """0.5 * mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), all [B, T] -> (scalar loss, stats). The
+    maximum: a value that has moved by more than `clip` gets no further in that direction (openai/baselines'
+    PPO2). stats: value_clip_fraction."""
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
+    stats = {"value_clip_fraction": masked_mean((limited > plain).float(), mask, denominator)}
+    return 0.5 * masked_mean(torch.maximum(plain, limited), mask, denominator), stats
+
+
+class AdaptiveKL:
+    """A coefficient that keeps the KL near `target` nats per response (Ziegler et al. 2019, arXiv:1909.08593, section
+    2.2): e = clip(KL / target - 1, -0.2, 0.2); beta *= 1 + e n / horizon after n responses."""
+
+    def __init__(self, beta, target, horizon):
+        self.beta, self.target, self.horizon = beta, target, horizon
+
+    def update(self, kl, n):
+        """Moves beta after n responses whose mean KL was `kl`, and returns it."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.beta *= 1 + error * n / self.horizon
+        return self.beta
+
+
+def explained_variance(values, returns, mask):
+    """1 - Var(returns - values) / Var(returns) over the tokens: 1 is a perfect critic, 0 one that says the mean."""
+    valid = mask > 0
+    return (1 - (returns - values)[valid].var() / returns[valid].var()).item()
+
+
+def main(config):
+    # 0. Four roles: the policy, its value head, the frozen reference, the frozen reward model
+    tokenizer = get_tokenizer(config.tokenizer)
+    init = config.init or os.path.join(config.out, "sft.pt")
+    if not config.init and not config.resume:
+        common.make_if_missing("sft", init, config)
+    judge = config.reward_model or os.path.join(config.out, "reward_model.pt")
+    if not config.reward_model and not config.resume:
+        common.make_if_missing("reward_model", judge, config)
+    checkpoint = common.load_checkpoint(init, tokenizer)
+    policy = GPT(GPTConfig(**checkpoint["model_config"]))
+    policy.load_state_dict(checkpoint["model"])
+    policy.to(config.device)
+    value_head = nn.Linear(policy.config.n_embd, 1).to(config.device)
+    for p in value_head.parameters():  # all values start at 0, and with them the value loss' gradient to the trunk
+        nn.init.zeros_(p)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    judged = common.load_checkpoint(judge, tokenizer)
+    reward_model = RewardModel(GPTConfig(**judged["model_config"]), judged["config"]["ensemble"])
+    reward_model.load_state_dict(judged["model"])
+    reward_model.to(config.device).requires_grad_(False)
+    parameters = [*policy.parameters(), *value_head.parameters()]
+    groups = [dict(params=policy.parameters(), lr=config.lr), dict(params=value_head.parameters(), lr=config.value_lr)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    held_out = stories.held_out_problems(config.evaluate)
+    training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
+    require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
+    columns = "reward held_out_reward gold accuracy length kl entropy explained_variance approx_kl clip_fraction tokens_per_second"
+    run = common.Run("ppo", config, tokenizer, columns, init)
+    start = run.restore(policy, optimizer)
+    leash = AdaptiveKL(config.beta, config.kl_target, config.kl_horizon)
+    if run.checkpoint:
+        value_head.load_state_dict(run.checkpoint["value_head"])
+        leash.beta = run.checkpoint["beta"]
+    print(f"PPO from {init} on the rewards of {judge}, beta {leash.beta}")
+
+    def measure(step, samples):
+        """The gauge, on prompts that no model was trained on: what the reward model thinks of the policy, what is really
+        so, and how far it is from the reference."""
+        generator = common.generator(config.device, "held out", config.seed)
+        problems = [problem for problem in held_out for _ in range(samples)]
+        sums = dict.fromkeys(("held_out_reward", "gold", "accuracy", "held_out_length", "held_out_kl"), 0.0)
+        for i in range(0, len(problems), 1024):
+            part = problems[i : i + 1024]
+            prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in part]
+            rollout = policy.generate(prompts, config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
+            texts = rollout.texts(tokenizer)
+            for rows in torch.arange(len(part)).split(config.micro_batch):
+                rewards = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
+                sums["held_out_reward"] += rewards.sum().item()
+                logits = [m.lm_head.all_logits(m.response_states(rollout, rows)[0]) for m in (policy, reference)]
+                sums["held_out_kl"] += token_kl(*logits, vocab_size=policy.config.vocab_size).sum().item()
+            sums["held_out_length"] += rollout.mask.sum().item()
+            sums["gold"] += sum(map(stories.gold_score, part, texts))
+            sums["accuracy"] += sum(accuracy_reward(text, problem.answer) for text, problem in zip(texts, part))
+        return {name: total / len(problems) for name, total in sums.items()}
+
+    if not config.resume:
+        with torch.no_grad():
+            scores = measure(0, config.samples)
+        run.log(0, **scores, length=scores["held_out_length"])
+        run.save(0, policy, optimizer, value_head=value_head.state_dict(), beta=leash.beta)
+
+    tokens, busy = 0, 0.0
+    for step in range(start + 1, config.steps + 1):
+        # 1. Rollout: one response to each prompt
+        began = time.perf_counter()
+        rng = random.Random(common.seed_of("problems", config.seed, step))
+        prompts = [tokenizer.encode_ordinary(stories.make_problem(rng).prompt) for _ in range(config.prompts)]
+        generator = common.generator(config.device, "sampling", config.seed, step)
+        rollout = policy.generate(
+            prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=generator
+        )
+        B, mask, lengths = len(prompts), rollout.mask, rollout.mask.sum(1)  # mask [B, T], lengths [B]
+
+        # 2. The rows of each optimizer step in random order, cut into micro-batches of like length
+        order = torch.randperm(B, generator=common.generator("cpu", "minibatches", config.seed, step))
+        tokens_of = rollout.attention_mask.sum(1).cpu()  # [B]
+        minibatches = []
+        for rows in order.tensor_split(config.minibatches):
+            rows = rows[tokens_of[rows].argsort(stable=True)].to(config.device)
+            minibatches.append(rows.split(config.micro_batch))
+        micro_batches = [rows for minibatch in minibatches for rows in minibatch]
+
+        # 3. What all four roles say of the rollout. The policy's log-probabilities come from the same pass as in training
+        # (and not from the sampler), so that the first ratio is exactly 1.
+        scores, old_logp, old_values = torch.zeros(B, device=config.device), torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
+        ref_logp = reference.rollout_logprobs(rollout, micro_batches, config.temperature)  # [B, T]
+        with torch.no_grad():
+            for rows in micro_batches:
+                scores[rows] = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
+                hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
+                old_logp[rows] = to_slots(policy.token_logprobs(hidden, targets, config.temperature), mask[rows])
+                old_values[rows] = to_slots(value_head(hidden)[:, 0], mask[rows])
+
+        # 4. Rewards and advantages
+        last_token = rollout.ids[:, rollout.prompt_len :].gather(1, lengths[:, None] - 1)[:, 0]  # [B]
+        ended = last_token == tokenizer.eot_token
+        scores = torch.where(ended, scores, config.missing_eos_score)
+        kl = ((old_logp - ref_logp) * mask).sum(1).mean().item()  # nats per response
+        rewards = kl_penalised_rewards(scores, old_logp, ref_logp, mask, leash.beta)  # [B, T]
+        if config.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False)
+        advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # [B, T] each
+        explained = explained_variance(old_values, returns, mask)
+        advantages = whiten(advantages, mask)
+        if config.kl_target:
+            leash.update(kl, B)
+
+        # 5. Updates
+        stats = dict.fromkeys(("loss", "value_loss", "ptx_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction", "grad_norm"), 0.0)
+        schedule = min(1.0, step / config.warmup) * (1 - (step - 1) / config.steps)
+        updates = 0
+        for minibatch in minibatches * config.epochs:
+            n_tokens = int(lengths[torch.cat(minibatch)].sum())
+            approx_kl = 0.0
+            for rows in minibatch:
+                hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
+                logp, entropy = policy.token_logprobs_and_entropy(hidden, targets, config.temperature)  # [N], [N]
+                logp, values = to_slots(logp, mask[rows]), to_slots(value_head(hidden)[:, 0], mask[rows])  # [b, T] each
+                pg_loss, pg_stats = policy_loss(
+                    logp, old_logp[rows], advantages[rows], mask[rows], config.clip, config.dual_clip, n_tokens
+                )
+                v_loss, v_stats = value_loss(values, old_values[rows], returns[rows], mask[rows], config.clip_value, n_tokens)
+                loss = pg_loss + config.value_weight * v_loss
+                loss.backward()
+                parts = dict(loss=loss, value_loss=v_loss, entropy=entropy.detach().sum() / n_tokens, **pg_stats, **v_stats)
+                for name, value in parts.items():  # each is a part of a mean over the minibatch's tokens
+                    stats[name] += value.item()
+                approx_kl += pg_stats["approx_kl"].item()
+            if config.ptx:
+                rng = random.Random(common.seed_of("ptx", config.seed, step, updates))
+                documents = [
+                    tokenizer.encode_ordinary("".join(stories.base_document(rng))) + [tokenizer.eot_token]
+                    for _ in range(config.ptx_documents)
+                ]
+                n_targets = sum(map(len, documents)) - len(documents)
+                for rows in common.by_length(list(map(len, documents)), config.micro_batch):
+                    ids, real = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
+                    nll = -(policy.token_logprobs(policy.hidden(ids[:, :-1]), ids[:, 1:]) * real[:, 1:]).sum() / n_targets
+                    (config.ptx * nll).backward()
+                    stats["ptx_loss"] += nll.item()
+                    stats["loss"] += config.ptx * nll.item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
+            run.require_finite(step, loss=stats["loss"], grad_norm=grad_norm)
+            stats["grad_norm"] += grad_norm
+            updates += 1
+            for group, lr in zip(optimizer.param_groups, (config.lr, config.value_lr)):
+                group["lr"] = lr * schedule
+            optimizer.step()
+            optimizer.zero_grad()
+            if config.stop_kl and approx_kl > config.stop_kl:
+                break
+        stats = {name: value / updates for name, value in stats.items()}
+        tokens, busy = tokens + int(tokens_of.sum()), busy + time.perf_counter() - began
+
+        # 6. Log and checkpoint
+        evaluate, last = step % config.eval_every == 0, step == config.steps
+        if evaluate or last or step % config.log_every == 0:
+            with torch.no_grad():
+                found = measure(step, config.samples if last else 1) if evaluate or last else {}
+            run.log(step, reward=scores.mean().item(), length=lengths.float().mean().item(), kl=kl, beta=leash.beta,
+                    explained_variance=explained, lr=config.lr * schedule, tokens_per_second=tokens / busy, **stats, **found)
+            tokens, busy = 0, 0.0
+        run.save(step, policy, optimizer, config.save_every, value_head=value_head.state_dict(), beta=leash.beta)
+
+
+if __name__ == "__main__":
+    main(common.parse(Config, __doc__))

@@ -1,0 +1,456 @@
+"""Stage 3a, the reward model: learn from comparisons what a judge likes, as one number per response.
+
+The SFT model answers each prompt several times and a judge says of every pair of answers which is the better. The
+reward model is that same transformer with a scalar head in the place of the token head, read at the last token of
+prompt + response. Bradley and Terry's model of a judge says that a response with reward r_w beats one with reward r_l
+with probability sigmoid(r_w - r_l), and the loss is its negative log-likelihood:
+
+    loss = mean over pairs of -log sigmoid(r_chosen - r_rejected - margin) + centering * (r_chosen + r_rejected)^2
+
+Only differences of rewards mean anything. So that one KL coefficient fits every reward model, a gain and a bias then
+bring the rewards of the SFT model's own responses to mean 0 and standard deviation 1.
+
+    python reward_model.py                           4000 pairs, and before them out/base.pt and out/sft.pt if missing
+    python reward_model.py --data pairs.jsonl        your own: {"prompt": ..., "chosen": ..., "rejected": ...} a line
+    python reward_model.py --curve                   how good with 20, 100, 1000 ... pairs: a table
+
+What to expect (defaults, two CPU cores): 15 seconds. The judge is noisy and sides with the gold score in three of
+four pairs; no model of this judge can agree with it more often than that. With few pairs the reward model learns that
+working it out is better than guessing, with a thousand that a story has six events, so that working which stops early
+is wrong. Whether each step was counted right it never learns: to see that, it would have to count along. Whoever
+optimises this reward gets what the reward model sees (ppo.py).
+
+All pairs of a prompt are in the same batch, where each of its responses is computed once (InstructGPT, section 3.5:
+spread over several batches, the same responses would be seen several times, and overfitted). One pass over the data,
+for the same reason.
+
+Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5 and eq. 1; Stiennon et al. 2020
+(arXiv:2009.01325), the head's initial weights and mean 0 before RL; Ziegler et al. 2019 (arXiv:1909.08593), gain and
+bias; Touvron et al. 2023 (Llama 2, arXiv:2307.09288), eq. 2, the margin; Eisenstein et al. 2023 (arXiv:2312.09244),
+centering and ensembles. Deliberately left out: rewards of steps (process reward models), regression on grades.
+"""
+
+import dataclasses
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import common
+from data import get_tokenizer, stories
+from data.evaluation import require_room
+from data.preferences import read_preferences, sample_preferences, write_preferences
+from gpt import GPT, GPTConfig, right_pad
+
+
+# fmt: off
+@dataclass
+class Config:
+    seed: int = 0  # of the stories, the judge, the order of the pairs, and the head's initial weights
+    steps: int = 0  # optimizer steps; 0: one pass over the pairs
+    out: str = "out"  # folder for reward_model.pt and reward_model/
+    device: str = "auto"  # auto, cpu, cuda, mps
+    resume: bool = False  # continue from the checkpoint
+    init: str = ""  # checkpoint whose transformer it starts from and whose responses are judged; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    data: str = ""  # a file of preferences (JSONL), a tenth of whose prompts is held out; empty: samples of the model, judged
+    pairs: int = 4000  # comparisons to train on, if they are sampled
+    samples: int = 4  # responses per story, all of whose pairs are judged
+    judge: Literal["noisy", "gold"] = "noisy"  # sees the gold score through Bradley-Terry noise, or exactly
+    noise: float = 1.5  # of the noisy judge, in units of the gold score: at 1.5 it agrees with gold in three pairs of four
+    max_new_tokens: int = 16  # longest sampled response
+    prompts: int = 16  # prompts per optimizer step, with all their pairs; fewer if that would be under eight steps
+    micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
+    lr: float = 1e-3  # peak learning rate
+    warmup: int = 10  # steps of linear warm-up (1: none), then a cosine down to a tenth
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this
+    centering: float = 0.0  # weight of (r_chosen + r_rejected)^2, which keeps rewards near 0; 0.01 is usual
+    ensemble: int = 1  # reward models, each with its own head, order of the data, and checkpointed as one
+    curve: bool = False  # only print how good it gets with 20, 100, 1000 ... pairs; saves nothing
+    evaluate: int = 1000  # held-out comparisons
+    eval_every: int = 20  # steps between two held-out evaluations
+    log_every: int = 5  # steps between two lines
+    save_every: int = 20  # steps between two checkpoints
+# fmt: on
+
+
+def bradley_terry_loss(chosen, rejected, margin=None, centering=0.0, probability=None):
+    """-log sigmoid(chosen - rejected - margin) + centering (chosen + rejected)^2, the mean over pairs. [B], [B] ->
+    scalar.
+
+    margin [B]: by how much the chosen one has to lead (Llama 2, eq. 2). probability [B]: a soft label p, how likely it
+    is that `chosen` is the better one; the loss is then -p log sigmoid(d) - (1 - p) log sigmoid(-d), least where the
+    difference d is logit p. logsigmoid does not overflow, log(1 + exp(-d)) does.
+    """
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    loss = -F.logsigmoid(difference)
+    if probability is not None:
+        loss = probability * loss - (1 - probability) * F.logsigmoid(-difference)
+    return (loss + centering * (chosen + rejected) ** 2).mean()
+
+
+def last_token_index(attention_mask):
+    """The column of each row's last token, [B, T] -> [B], wherever the padding is. (mask.sum(1) - 1 would be wrong
+    with padding on the left, and a search for the first EOS finds one in the prompt.)"""
+    return (attention_mask * torch.arange(attention_mask.shape[1], device=attention_mask.device)).argmax(1)
+
+
+def gain_and_bias(rewards):
+    """The numbers that bring `rewards` [..., N] to mean 0 and std 1 over the last dimension: gain * r + bias, each
+    [...]. The std has divisor N (Ziegler et al. 2019, section 2.2). Equal rewards keep gain 1."""
+    std = rewards.std(-1, correction=0)
+    gain = torch.where(std > 0, 1 / std, 1.0)
+    return gain, -gain * rewards.mean(-1)
+
+
+def combine(rewards, how="mean"):
+    """One reward from those of an ensemble, [k, B] -> [B]: "mean"; "min", the most sceptical member (Coste et al.
+    2023, arXiv:2310.02743, eq. 2); "mean-std", the mean less the members' disagreement, with divisor k."""
+    if how == "mean":
+        return rewards.mean(0)
+    if how == "min":
+        return rewards.amin(0)
+    if how == "mean-std":
+        return rewards.mean(0) - rewards.std(0, correction=0)
+    raise ValueError(f"unknown combination {how!r}: mean, min or mean-std")
+
+
+class RewardModel(nn.Module):
+    """k transformers with a scalar head each (k = 1 unless an ensemble is asked for). model(ids, attention_mask)
+    gives every member's rewards, [k, B]; `combine` makes one of them."""
+
+    def __init__(self, config, ensemble=1):
+        super().__init__()
+        self.config = config
+        self.trunks = nn.ModuleList(GPT(config) for _ in range(ensemble))
+        self.heads = nn.ModuleList(nn.Linear(config.n_embd, 1) for _ in range(ensemble))
+        for head in self.heads:  # so that the first rewards have a variance of about 1
+            nn.init.normal_(head.weight, std=(config.n_embd + 1) ** -0.5)
+            nn.init.zeros_(head.bias)
+        self.register_buffer("gain", torch.ones(ensemble))
+        self.register_buffer("bias", torch.zeros(ensemble))
+
+    def member(self, k, ids, attention_mask):
+        """Rewards of member k before gain and bias. ids, attention_mask [B, T] -> [B], padding on either side."""
+        # causal attention never looks at padding on the right, so it needs no mask
+        mask = None if bool(attention_mask[:, 0].all()) else attention_mask
+        hidden = self.trunks[k].hidden(ids, attention_mask=mask)  # [B, T, C]
+        last = hidden[torch.arange(len(ids), device=ids.device), last_token_index(attention_mask)]  # [B, C]
+        return self.heads[k](last)[:, 0]
+
+    def forward(self, ids, attention_mask):
+        rewards = torch.stack([self.member(k, ids, attention_mask) for k in range(len(self.heads))])  # [k, B]
+        return self.gain[:, None] * rewards + self.bias[:, None]
+
+
+@dataclass
+class Comparisons:
+    """All that was said of the responses to one prompt: texts of prompt and response as token ids, each different
+    response once, and for each pair the numbers of the chosen and the rejected one."""
+
+    texts: list = field(default_factory=list)
+    chosen: list = field(default_factory=list)
+    rejected: list = field(default_factory=list)
+    probability: list = field(default_factory=list)
+    margin: list = field(default_factory=list)
+    gold: list = field(default_factory=list)  # NaN where it is not known
+
+
+def comparisons(rows, tokenizer, context):
+    """Rows of preferences -> (a list of `Comparisons`, one per prompt; {"equal": ..., "too long": ...}, the pairs that
+    were dropped). A text longer than `context` loses the end of its response, a pair whose prompt alone is as long is
+    dropped; so is one whose texts are equal (then), as nothing can be learned from it."""
+    elements, dropped = {}, {"equal": 0, "too long": 0}
+    for row in rows:
+        prompt = tokenizer.encode_ordinary(row["prompt"])
+        texts = [
+            (prompt + tokenizer.encode_ordinary(row[key]) + [tokenizer.eot_token])[:context]
+            for key in ("chosen", "rejected")
+        ]
+        if len(prompt) >= context or texts[0] == texts[1]:
+            dropped["too long" if len(prompt) >= context else "equal"] += 1
+            continue
+        element = elements.setdefault(row["prompt"], Comparisons())
+        for text, numbers in zip(texts, (element.chosen, element.rejected)):
+            if text not in element.texts:
+                element.texts.append(text)
+            numbers.append(element.texts.index(text))
+        element.probability.append(row.get("probability", 1.0))
+        element.margin.append(row.get("margin", 0.0))
+        element.gold.append(row.get("gold", float("nan")))
+    return list(elements.values()), dropped
+
+
+def pair_rewards(model, k, elements):
+    """Rewards of member k for all pairs of some Comparisons -> (chosen [M], rejected [M]); each text passes once."""
+    ids, mask = right_pad([text for element in elements for text in element.texts])  # [B, L]
+    device = model.gain.device
+    rewards = model.member(k, ids.to(device), mask.to(device))  # [B]
+    chosen, rejected, first = [], [], 0
+    for element in elements:
+        chosen += [first + i for i in element.chosen]
+        rejected += [first + i for i in element.rejected]
+        first += len(element.texts)
+    return rewards[chosen], rewards[rejected]
+
+
+def cut(elements, responses):
+    """Micro-batches of elements of like length, with about `responses` responses each."""
+    longest = [max(map(len, element.texts)) for element in elements]
+    most = max(len(element.texts) for element in elements)
+    return [[elements[i] for i in rows] for rows in common.by_length(longest, max(1, responses // most))]
+
+
+def update(model, optimizer, batches, lr, config):
+    """One optimizer step: member k learns from the comparisons batches[k], each pair with the same weight. -> means
+    over pairs and members: loss, margin (chosen - rejected), preference_accuracy (a tie is wrong), and grad_norm."""
+    stats = dict.fromkeys(("loss", "margin", "train_accuracy", "grad_norm"), 0.0)
+    for k, batch in enumerate(batches):
+        pairs = sum(len(element.chosen) for element in batch)
+        for elements in cut(batch, config.micro_batch):
+            chosen, rejected = pair_rewards(model, k, elements)  # [M], [M]
+            margin = chosen.new_tensor([m for element in elements for m in element.margin])  # [M]
+            probability = chosen.new_tensor([p for element in elements for p in element.probability])  # [M]
+            loss = bradley_terry_loss(chosen, rejected, margin, config.centering, probability)
+            (loss * len(chosen) / pairs).backward()
+            share = len(chosen) / pairs / len(batches)
+            stats["loss"] += loss.item() * share
+            stats["margin"] += (chosen - rejected).mean().item() * share
+            stats["train_accuracy"] += (chosen > rejected).float().mean().item() * share
+        member = [*model.trunks[k].parameters(), *model.heads[k].parameters()]
+        stats["grad_norm"] += torch.nn.utils.clip_grad_norm_(member, config.max_grad_norm).item() / len(batches)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return stats
+
+
+def batch_of(elements, step, prompts, seed, member):
+    """The comparisons of one step: the data in an order of this member's, again and again in other orders."""
+    per_pass = -(-len(elements) // prompts)
+    epoch, i = divmod(step, per_pass)
+    order = random.Random(common.seed_of("order", seed, member, epoch)).sample(range(len(elements)), len(elements))
+    return [elements[j] for j in order[i * prompts : (i + 1) * prompts]]
+
+
+@torch.no_grad()
+def assess(model, elements):
+    """What a reward model is worth on comparisons that it never saw -> {"preference_accuracy": how often it sides with
+    the judge, a tie being wrong, "gold_accuracy": how often with the gold score, where that is known and differs,
+    "difference": r_chosen - r_rejected of each pair [M], the members' mean}. Before gain and bias, for sigmoid of the
+    difference is a probability only then."""
+    difference, gold = [], []
+    for micro_batch in cut(elements, 512):
+        pairs = [pair_rewards(model, k, micro_batch) for k in range(len(model.heads))]
+        difference.append(torch.stack([chosen - rejected for chosen, rejected in pairs]).mean(0).cpu())
+        gold += [g for element in micro_batch for g in element.gold]
+    difference, gold = torch.cat(difference), torch.tensor(gold)  # [M], [M]
+    known = ~gold.isnan() & (gold != 0)
+    return {
+        "preference_accuracy": (difference > 0).float().mean().item(),
+        "gold_accuracy": (difference * gold > 0)[known].float().mean().item(),  # NaN where nothing is known
+        "difference": difference,
+    }
+
+
+def reliability(difference):
+    """Is "80% sure" right in 80% of the cases? difference [M] -> rows (from, to, pairs, mean probability that the
+    model gave the response it prefers, share of pairs in which the judge prefers that one too)."""
+    sure, right = torch.sigmoid(difference.abs()), (difference > 0).float()
+    rows = []
+    for low in (0.5, 0.6, 0.7, 0.8, 0.9):
+        inside = (sure >= low) & (sure < low + 0.1 if low < 0.9 else sure <= 1)
+        if inside.any():
+            rows.append((low, low + 0.1, int(inside.sum()), sure[inside].mean().item(), right[inside].mean().item()))
+    return rows
+
+
+@torch.no_grad()
+def score(model, texts):
+    """Rewards of texts (prompt + response, as token ids) with gain and bias, [k, len(texts)], k members."""
+    rewards = torch.zeros(len(model.heads), len(texts))
+    for rows in common.by_length(list(map(len, texts)), 512):
+        ids, mask = right_pad([texts[i] for i in rows])  # [b, L]
+        rewards[:, rows] = model(ids.to(model.gain.device), mask.to(model.gain.device)).cpu()
+    return rewards
+
+
+@torch.no_grad()
+def normalise(model, policy, prompts, max_new_tokens, eos, generator):
+    """Sets gain and bias of each member so that the rewards of `policy`'s responses to `prompts` (token ids) have mean
+    0 and std 1."""
+    rollout = policy.generate(prompts, max_new_tokens, eos=eos, generator=generator)
+    model.gain.fill_(1.0), model.bias.zero_()
+    gain, bias = gain_and_bias(model(rollout.ids, rollout.attention_mask))
+    model.gain.copy_(gain), model.bias.copy_(bias)
+
+
+def untrained(trunk, prompts, config):
+    """A reward model on copies of `trunk`, its optimizer, and the plan for so many prompts of comparisons: prompts per
+    step, and the steps of one pass."""
+    torch.manual_seed(common.seed_of("heads", config.seed))
+    model = RewardModel(trunk.config, config.ensemble)
+    for copy in model.trunks:
+        copy.load_state_dict(trunk.state_dict())
+    model.to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    per_step = max(1, min(config.prompts, prompts // 8))
+    return model, optimizer, per_step, -(-prompts // per_step)
+
+
+def print_curve(policy, elements, held_out, config):
+    """A table: how good a reward model gets with the first 20, 100, 1000 ... pairs, one pass over them."""
+    print(f"{'pairs':>7}{'prompts':>9}{'sides with judge':>18}{'with gold':>11}{'seconds':>9}")
+    total = sum(len(element.chosen) for element in elements)
+    for wanted in (*(n for n in (20, 100, 1000, 4000, 16000) if n < total), total):
+        began, pairs, n = time.perf_counter(), 0, 0
+        while pairs < wanted:
+            pairs, n = pairs + len(elements[n].chosen), n + 1
+        model, optimizer, per_step, steps = untrained(policy, n, config)
+        for step in range(steps):
+            batches = [batch_of(elements[:n], step, per_step, config.seed, k) for k in range(config.ensemble)]
+            lr = common.cosine_lr(step, dataclasses.replace(config, steps=steps))
+            update(model, optimizer, batches, lr, config)
+        found, seconds = assess(model, held_out), time.perf_counter() - began
+        print(
+            f"{pairs:>7}{n:>9}{found['preference_accuracy']:>18.3f}{found['gold_accuracy']:>11.3f}{seconds:>9.1f}",
+            flush=True,
+        )
+
+
+def main(config):
+    # 0. The SFT model: the reward model starts from its transformer, and is to judge its responses
+    tokenizer = get_tokenizer(config.tokenizer)
+    init = config.init or os.path.join(config.out, "sft.pt")
+    if not config.init and not config.resume:
+        common.make_if_missing("sft", init, config)
+    checkpoint = common.load_checkpoint(init, tokenizer)
+    policy = GPT(GPTConfig(**checkpoint["model_config"]))
+    policy.load_state_dict(checkpoint["model"])
+    policy.to(config.device).requires_grad_(False)
+
+    # 1. Comparisons to train on, and others, of other prompts, to see what was learned
+    rows, other_rows, equal = [], [], 0
+    if config.data:
+        rows = read_preferences(config.data)
+        prompts = sorted({row["prompt"] for row in rows})
+        others = set(random.Random(common.seed_of("split", config.seed)).sample(prompts, max(1, len(prompts) // 10)))
+        rows, other_rows = ([r for r in rows if (r["prompt"] in others) == held_out] for held_out in (False, True))
+        other_rows = other_rows[: config.evaluate]
+    else:
+        training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
+        require_room(policy, tokenizer, training, config.max_new_tokens)
+        noise = config.noise if config.judge == "noisy" else 0.0
+        for held_out, count in ((False, config.pairs), (True, config.evaluate)):
+            name = ("held out" if held_out else "pairs", config.seed)
+            generator = common.generator(config.device, *name)
+            found, dropped = sample_preferences(
+                policy, tokenizer, count, config.samples, noise, common.seed_of(*name), config.max_new_tokens,
+                generator, held_out,
+            )  # fmt: skip
+            if held_out:
+                other_rows = found
+            else:
+                rows, equal = found, dropped
+    elements, dropped = comparisons(rows, tokenizer, policy.config.context)
+    held_out, _ = comparisons(other_rows, tokenizer, policy.config.context)
+    if not elements or not held_out:
+        raise SystemExit(f"{config.data}: too few comparisons to train on some prompts and to test on others")
+    pairs, held_out_pairs = (sum(len(element.chosen) for element in part) for part in (elements, held_out))
+    print(
+        f"{pairs} pairs of responses to {len(elements)} prompts, and {held_out_pairs} held out; dropped "
+        f"{equal + dropped['equal']} pairs of equal texts and {dropped['too long']} whose prompt is too long"
+    )
+    if config.curve:
+        return print_curve(policy, elements, held_out, config)
+
+    # 2. The reward model
+    model, optimizer, per_step, steps = untrained(policy, len(elements), config)
+    config.steps = config.steps or steps
+    columns = "loss margin preference_accuracy gold_accuracy grad_norm lr"
+    run = common.Run("reward_model", config, tokenizer, columns, init)
+    step = run.restore(model, optimizer)
+    if not config.data:
+        write_preferences(run.folder / "preferences.jsonl", rows)
+
+    def held_out_scores(step):
+        found = assess(model, held_out)
+        lines = []
+        for row in other_rows[:: max(1, len(other_rows) // 6)][:6]:  # the same ones each time
+            shown, _ = comparisons([row], tokenizer, policy.config.context)
+            if shown:
+                chosen, rejected = score(model, shown[0].texts).mean(0).tolist()
+                lines.append(
+                    f"- {row['prompt']}\n  chosen `{row['chosen'].strip()}` {chosen:+.2f}, "
+                    f"rejected `{row['rejected'].strip()}` {rejected:+.2f}"
+                )
+        run.sample(step, "\n".join(lines))
+        return found
+
+    if not config.resume:
+        found = held_out_scores(0)
+        run.log(0, preference_accuracy=found["preference_accuracy"], gold_accuracy=found["gold_accuracy"])
+        run.save(0, model, optimizer)
+
+    while step < config.steps:
+        # 3. One step: every member sees all prompts once per pass, each in its own order
+        batches = [batch_of(elements, step, per_step, config.seed, k) for k in range(config.ensemble)]
+        lr = common.cosine_lr(step, config)
+        stats = update(model, optimizer, batches, lr, config)
+        step += 1
+        run.require_finite(step, loss=stats["loss"], grad_norm=stats["grad_norm"])
+
+        # 4. After the last one, rewards of mean 0 and std 1 on the SFT model's responses; log and checkpoint
+        measure, last = step % config.eval_every == 0, step == config.steps
+        if last:
+            prompts = [tokenizer.encode_ordinary(row["prompt"]) for row in rows]
+            prompts = [
+                p for p in dict.fromkeys(map(tuple, prompts)) if len(p) + config.max_new_tokens <= policy.config.context
+            ]
+            normalise(
+                model,
+                policy,
+                prompts[:512],
+                config.max_new_tokens,
+                tokenizer.eot_token,
+                common.generator(config.device, "normalise", config.seed),
+            )
+        if measure or last or step % config.log_every == 0:
+            found = held_out_scores(step) if measure or last else {}
+            run.log(
+                step,
+                **stats,
+                lr=lr,
+                preference_accuracy=found.get("preference_accuracy"),
+                gold_accuracy=found.get("gold_accuracy"),
+            )
+        run.save(step, model, optimizer, config.save_every)
+
+    # 5. What it learned
+    run.plot("loss", "margin", "preference_accuracy", "gold_accuracy")
+    found = assess(model, held_out)
+    gold = torch.tensor([g for element in held_out for g in element.gold])
+    print(
+        f"""
+{run.path}: {config.steps} steps on {pairs} pairs in {run.metrics()[-1]["seconds"]:.0f} seconds. On {held_out_pairs} held-out pairs:
+  sides with the judge in {found["preference_accuracy"]:.1%}""",
+        end="",
+    )
+    if not gold.isnan().any():
+        ceiling = ((gold > 0).float() + 0.5 * (gold == 0)).mean().item()
+        print(f""" (the judge sides with the gold score in {ceiling:.1%}: the ceiling)
+  sides with the gold score in {found["gold_accuracy"]:.1%}""")
+    print("\n  how sure it is   pairs   it says   the judge agrees")
+    for low, high, n, said, seen in reliability(found["difference"]):
+        print(f"    {low:4.0%} to {high:4.0%} {n:>8}{said:>9.1%}{seen:>15.1%}")
+    print("next: python ppo.py")
+
+
+if __name__ == "__main__":
+    main(common.parse(Config, __doc__))
