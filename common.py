@@ -128,8 +128,9 @@ def file_checksum(path):
         return hashlib.sha256(file.read()).hexdigest()[:16]
 
 
-def load_checkpoint(path, tokenizer=None):
-    """The dictionary in `path`, or one line on stderr and exit code 1: missing, truncated, or of another tokenizer."""
+def load_checkpoint(path, tokenizer=None, reward_model=False):
+    """The dictionary in `path`, or one line on stderr and exit code 1: missing, truncated, of another tokenizer, or a
+    reward model where a language model is wanted (or the other way round)."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         kind = checkpoint["script"]
@@ -140,6 +141,9 @@ def load_checkpoint(path, tokenizer=None):
         sys.exit(f"{path} is not a complete checkpoint of this project: {reason}")
     if tokenizer is not None and checkpoint["tokenizer"] != fingerprint(tokenizer):
         sys.exit(f"{path} ({kind}) speaks tokenizer {checkpoint['tokenizer']}, this run {fingerprint(tokenizer)}")
+    if tokenizer is not None and (kind == "reward_model") != reward_model:
+        wanted = "a reward model" if reward_model else "a language model"
+        sys.exit(f"{path} was made by {kind}.py: it is not {wanted}")
     return checkpoint
 
 
@@ -167,24 +171,25 @@ def make_if_missing(script, path, config):
 
 class Run:
     """One run of a script: its files, its clock, its Ctrl-C. Without --resume an earlier run's files are kept as
-    *.previous. `init` is the checkpoint that it started from, which has to be the same when it resumes."""
+    *.previous. `inits` are the files that it started from, which have to be the same when it resumes."""
 
-    def __init__(self, script, config, tokenizer, columns, init=None):
+    def __init__(self, script, config, tokenizer, columns, *inits):
         self.script, self.config, self.tokenizer = script, config, fingerprint(tokenizer)
-        self.columns, self.init = columns.split(), init and file_checksum(init)
+        self.columns, self.inits = columns.split(), [file_checksum(path) for path in inits]
         self.path, self.folder = Path(config.out, f"{script}.pt"), Path(config.out, script)
         self.step, self.seconds, self.lines, self.interrupted, self.checkpoint = 0, 0.0, 0, False, None
-        if init and os.path.exists(self.path) and os.path.samefile(init, self.path):
-            sys.exit(f"--init {init}: this run would overwrite it; copy it first, or use another --out")
+        if os.path.exists(self.path) and any(os.path.samefile(path, self.path) for path in inits):
+            sys.exit(f"--init {self.path}: this run would overwrite it; copy it first, or use another --out")
         if config.resume:
-            self.checkpoint = load_checkpoint(self.path, tokenizer)
+            self.checkpoint = load_checkpoint(self.path, tokenizer, reward_model=script == "reward_model")
             for name, value in self.checkpoint["config"].items():
                 now = getattr(config, name, None)
                 if now != value and name not in ("out", "device", "resume", "steps", "lr", "init"):
                     flag = "--" + name.replace("_", "-")
                     sys.exit(f"{self.path} was made with {flag} {value}, not {now}: resume with that or start anew")
-            if self.init != self.checkpoint.get("init"):
-                sys.exit(f"{init} is not what {self.path} was started from: it has changed since, or --init is another")
+            for path, now, then in zip(inits, self.inits, self.checkpoint["inits"]):
+                if now != then:
+                    sys.exit(f"{path} is not what {self.path} was started from: it has changed since, or is another")
             self.step, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
             print(f"resuming {self.path} at step {self.step} of {config.steps}")
         try:
@@ -284,31 +289,22 @@ class Run:
                     f"overwritten. {self._holds()}: --resume with a smaller --lr, or start anew"
                 )
 
-    def save(self, step, model, optimizer, every=1, **more):
+    def save(self, step, model, optimizer, every=1, best=False, **more):
         """Writes the checkpoint when `step` is due (each `every` steps, at the end, after Ctrl-C), with whatever `more`
-        the script has to remember. Atomic: a crash or a full disk leaves the old file as it was."""
-        if step % every and step != self.config.steps and not self.interrupted:
+        the script has to remember; if it is the best so far, first to <script>/best.pt as well. Atomic: a crash or a
+        full disk leaves the old file as it was."""
+        if step % every and step != self.config.steps and not self.interrupted and not best:
             return
         now = time.perf_counter()
         self.seconds, self.clock = self.seconds + now - self.clock, now
         checkpoint = {
             "script": self.script, "step": step, "steps": self.config.steps, "seconds": self.seconds,
             "config": dataclasses.asdict(self.config), "model_config": dataclasses.asdict(model.config),
-            "tokenizer": self.tokenizer, "init": self.init,
+            "tokenizer": self.tokenizer, "inits": self.inits,
             "model": model.state_dict(), "optimizer": optimizer.state_dict(), **more,
         }  # fmt: skip
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except (OSError, RuntimeError) as problem:  # RuntimeError: torch's name for a write that failed
-            temporary.unlink(missing_ok=True)
-            cause = problem if isinstance(problem, OSError) else problem.__context__
-            reason = getattr(cause, "strerror", None) or str(problem).splitlines()[0]
-            sys.exit(f"could not save {self.path} at step {step}: {reason}. {self._holds()}: make room, then --resume")
+        for path in (self.folder / "best.pt", self.path) if best else (self.path,):
+            self._write(path, checkpoint)
         self.step = step
         if self.interrupted:
             flags = [flag for flag in sys.argv[1:] if flag != "--resume"]
@@ -316,12 +312,28 @@ class Run:
             print(f"stopped; {self.path} holds step {step} of {self.config.steps}. Go on with: {command}")
             raise SystemExit(130)
 
+    def _write(self, path, checkpoint):
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as problem:  # RuntimeError: torch's name for a write that failed
+            temporary.unlink(missing_ok=True)
+            cause = problem if isinstance(problem, OSError) else problem.__context__
+            reason = getattr(cause, "strerror", None) or str(problem).splitlines()[0]
+            step = checkpoint["step"]
+            sys.exit(f"could not save {path} at step {step}: {reason}. {self._holds()}: make room, then --resume")
+
     def metrics(self):
         """All lines of metrics.jsonl so far, as dictionaries."""
         return [json.loads(line) for line in open(self.folder / "metrics.jsonl", encoding="utf-8")]
 
     def plot(self, *keys):
-        """curves.png: each of `keys` over the steps, if matplotlib is installed."""
+        """curves.png: each of `keys` over the steps, or of a tuple (x, y, ...) its others over x, if matplotlib is
+        installed."""
         try:
             import matplotlib
         except ImportError:
@@ -332,9 +344,14 @@ class Run:
         lines = self.metrics()
         figure, axes = plt.subplots(1, len(keys), figsize=(3.6 * len(keys), 2.8), layout="constrained")
         for axis, key in zip(axes, keys):
-            points = [(line["step"], line[key]) for line in lines if key in line]
-            axis.plot(*zip(*points) if points else ((), ()), marker="o" if len(points) < 30 else "", markersize=3)
-            axis.set(title=key.replace("_", " "), xlabel="step")
+            x, *ys = key if isinstance(key, tuple) else ("step", key)
+            for y in ys:
+                points = [(line[x], line[y]) for line in lines if x in line and y in line]
+                label, marker = y.replace("_", " "), "o" if len(points) < 30 else ""
+                axis.plot(*zip(*points) if points else ((), ()), marker=marker, markersize=3, label=label)
+            axis.set(title=" and ".join(y.replace("_", " ") for y in ys), xlabel=x.replace("_", " "))
             axis.grid(alpha=0.3)
+            if len(ys) > 1:
+                axis.legend()
         figure.savefig(self.folder / "curves.png", dpi=110)
         plt.close(figure)

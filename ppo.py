@@ -32,9 +32,11 @@ import torch.nn as nn
 import common
 from data import accuracy_reward, get_tokenizer, stories
 from data.evaluation import require_room
+from data.preferences import sample_preferences
 from gpt import GPT, GPTConfig, right_pad, to_slots
 from kernels import token_kl
-from reward_model import RewardModel, combine
+from reward_model import Config as RewardConfig
+from reward_model import RewardModel, batch_of, combine, comparisons, normalise, update
 
 
 # fmt: off
@@ -73,12 +75,12 @@ class Config:
     value_lr: float = 1.5e-3  # peak learning rate of the value head, which starts from nothing
     warmup: int = 10  # steps of linear warm-up (1: none), as Adam's first steps are badly scaled; then linearly down to 0
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
-    refresh: int = 0  # steps between two lessons of the reward model on fresh samples of the policy, judged anew; 0: none
+    refresh: int = 0  # steps between two lessons in which the reward model learns from the policy's own responses, judged anew; 0: none
     refresh_pairs: int = 500  # comparisons per lesson
-    stop_on_gold: bool = False  # keep the checkpoint with the best held-out gold score as <out>/ppo.best.pt
+    stop_on_gold: bool = False  # keep the best policy by held-out gold score in ppo/best.pt, and stop after three evaluations without a better one
     eval_every: int = 10  # steps between two held-out evaluations
     evaluate: int = 512  # held-out problems
-    samples: int = 16  # responses to each before and after the run; one in between
+    samples: int = 8  # responses to each before and after the run; one in between
     log_every: int = 5  # steps between two lines
     save_every: int = 10  # steps between two checkpoints
 
@@ -156,14 +158,15 @@ def policy_loss(logp, old_logp, advantages, mask, clip=0.2, dual_clip=None, deno
     loss is at most -c A where A < 0 (Ye et al. 2020, arXiv:1912.09729, eq. 5). stats, means over tokens:
     clip_fraction, approx_kl = (logp - old_logp)^2 / 2.
     """
-    log_ratio = torch.where(mask > 0, logp - old_logp, 0.0)  # [B, T]
+    # zeros where nothing was sampled, at the input: what stands there may be infinite
+    log_ratio, advantages = (torch.where(mask > 0, x, 0.0) for x in (logp - old_logp, advantages))  # [B, T] each
     rho = log_ratio.exp()
     unclipped, clipped = -rho * advantages, -rho.clamp(1 - clip, 1 + clip) * advantages
     per_token = torch.maximum(unclipped, clipped)
     if dual_clip:
         per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)
     stats = {
-        "clip_fraction": masked_mean((clipped > unclipped).float(), mask, denominator),
+        "clip_fraction": masked_mean((clipped > unclipped).to(rho.dtype), mask, denominator),
         "approx_kl": masked_mean(log_ratio.detach() ** 2 / 2, mask, denominator),
     }
     return masked_mean(per_token, mask, denominator), stats
@@ -173,10 +176,24 @@ def value_loss(values, old_values, returns, mask, clip=0.2, denominator=None):
     """0.5 * mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), all [B, T] -> (scalar loss, stats). The
     maximum: a value that has moved by more than `clip` gets no further in that direction (openai/baselines'
     PPO2). stats: value_clip_fraction."""
+    values, old_values, returns = (torch.where(mask > 0, x, 0.0) for x in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
-    stats = {"value_clip_fraction": masked_mean((limited > plain).float(), mask, denominator)}
+    stats = {"value_clip_fraction": masked_mean((limited > plain).to(plain.dtype), mask, denominator)}
     return 0.5 * masked_mean(torch.maximum(plain, limited), mask, denominator), stats
+
+
+class ValueHead(nn.Linear):
+    """The critic: from what the token head reads, how much reward is still to come, [..., C] -> [...]. Its weights start
+    at 0, and as long as they are small, the value loss hardly moves the policy's trunk below it."""
+
+    def __init__(self, width):
+        super().__init__(width, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden):
+        return super().forward(hidden)[..., 0]
 
 
 class AdaptiveKL:
@@ -199,6 +216,16 @@ def explained_variance(values, returns, mask):
     return (1 - (returns - values)[valid].var() / returns[valid].var()).item()
 
 
+def score_responses(reward_model, rollout, rows, eos, config):
+    """What the reward model says of these rows of a rollout, [b]. A response without EOS, cut off by --max-new-tokens,
+    gets config.missing_eos_score in place of it (Ziegler et al. 2019; TRL takes something off instead): or never
+    to stop could pay."""
+    scores = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
+    response, mask = rollout.ids[rows, rollout.prompt_len :], rollout.mask[rows]  # [b, T] each
+    ended = ((response == eos) & (mask > 0)).any(1)
+    return torch.where(ended, scores, config.missing_eos_score)
+
+
 def main(config):
     # 0. Four roles: the policy, its value head, the frozen reference, the frozen reward model
     tokenizer = get_tokenizer(config.tokenizer)
@@ -212,11 +239,9 @@ def main(config):
     policy = GPT(GPTConfig(**checkpoint["model_config"]))
     policy.load_state_dict(checkpoint["model"])
     policy.to(config.device)
-    value_head = nn.Linear(policy.config.n_embd, 1).to(config.device)
-    for p in value_head.parameters():  # all values start at 0, and with them the value loss' gradient to the trunk
-        nn.init.zeros_(p)
+    value_head = ValueHead(policy.config.n_embd).to(config.device)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    judged = common.load_checkpoint(judge, tokenizer)
+    judged = common.load_checkpoint(judge, tokenizer, reward_model=True)
     reward_model = RewardModel(GPTConfig(**judged["model_config"]), judged["config"]["ensemble"])
     reward_model.load_state_dict(judged["model"])
     reward_model.to(config.device).requires_grad_(False)
@@ -226,46 +251,89 @@ def main(config):
     held_out = stories.held_out_problems(config.evaluate)
     training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
     require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
-    columns = "reward held_out_reward gold accuracy length kl entropy explained_variance approx_kl clip_fraction tokens_per_second"
-    run = common.Run("ppo", config, tokenizer, columns, init)
+    columns = (
+        "reward held_out_reward gold accuracy length kl entropy explained_variance clip_fraction tokens_per_second"
+    )
+    run = common.Run("ppo", config, tokenizer, columns, init, judge)
     start = run.restore(policy, optimizer)
     leash = AdaptiveKL(config.beta, config.kl_target, config.kl_horizon)
     if run.checkpoint:
         value_head.load_state_dict(run.checkpoint["value_head"])
         leash.beta = run.checkpoint["beta"]
+        if config.refresh:
+            reward_model.load_state_dict(run.checkpoint["reward_model"])
     print(f"PPO from {init} on the rewards of {judge}, beta {leash.beta}")
 
+    @torch.no_grad()
     def measure(step, samples):
-        """The gauge, on prompts that no model was trained on: what the reward model thinks of the policy, what is really
-        so, and how far it is from the reference."""
+        """The gauge, on stories that no model was trained on: what the reward model thinks of the policy, what it is
+        really worth, and how far it has moved."""
         generator = common.generator(config.device, "held out", config.seed)
         problems = [problem for problem in held_out for _ in range(samples)]
-        sums = dict.fromkeys(("held_out_reward", "gold", "accuracy", "held_out_length", "held_out_kl"), 0.0)
+        found, texts = {"held_out_reward": [], "held_out_kl": [], "held_out_length": []}, []
         for i in range(0, len(problems), 1024):
             part = problems[i : i + 1024]
             prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in part]
             rollout = policy.generate(prompts, config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
-            texts = rollout.texts(tokenizer)
-            for rows in torch.arange(len(part)).split(config.micro_batch):
-                rewards = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
-                sums["held_out_reward"] += rewards.sum().item()
+            for rows in torch.arange(len(part), device=config.device).split(config.micro_batch):
+                scores = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)  # [b]
+                found["held_out_reward"] += scores.tolist()
+                # the exact KL of every next token; over the tokens that were sampled it sums to that of the response,
+                # on average, with less noise than log pi - log pi_ref and never below 0
                 logits = [m.lm_head.all_logits(m.response_states(rollout, rows)[0]) for m in (policy, reference)]
-                sums["held_out_kl"] += token_kl(*logits, vocab_size=policy.config.vocab_size).sum().item()
-            sums["held_out_length"] += rollout.mask.sum().item()
-            sums["gold"] += sum(map(stories.gold_score, part, texts))
-            sums["accuracy"] += sum(accuracy_reward(text, problem.answer) for text, problem in zip(texts, part))
-        return {name: total / len(problems) for name, total in sums.items()}
+                kl = to_slots(token_kl(*logits, vocab_size=policy.config.vocab_size), rollout.mask[rows])  # [b, T]
+                found["held_out_kl"] += kl.sum(1).tolist()
+            found["held_out_length"] += rollout.mask.sum(1).tolist()
+            texts += rollout.texts(tokenizer)
+        found["gold"] = [stories.gold_score(problem, text) for problem, text in zip(problems, texts)]
+        found["accuracy"] = [accuracy_reward(text, problem.answer) for problem, text in zip(problems, texts)]
+        run.sample(step, "\n".join(
+            f"- {problems[i].prompt}\n  `{texts[i].strip()}` reward {found['held_out_reward'][i]:+.2f}, gold "
+            f"{found['gold'][i]:.2f}, right {found['accuracy'][i]:.0f}, {found['held_out_length'][i]} tokens"
+            for i in range(0, len(problems), samples)[:6]  # the same stories each time
+        ))  # fmt: skip
+        means = {name: sum(values) / len(values) for name, values in found.items()}
+        return {"sqrt_kl": means["held_out_kl"] ** 0.5, **means}
+
+    def refresh(step):
+        """The judge compares responses of the policy as it is now, and the reward model learns from it, in one pass at
+        the rate with which its training ended; then new gain and bias."""
+        lesson, name = RewardConfig(**judged["config"]), ("refresh", config.seed, step)
+        noise = lesson.noise if lesson.judge == "noisy" else 0.0
+        rows, _ = sample_preferences(
+            policy, tokenizer, config.refresh_pairs, lesson.samples, noise, common.seed_of(*name), config.max_new_tokens,
+            common.generator(config.device, *name),
+        )  # fmt: skip
+        elements, _ = comparisons(rows, tokenizer, policy.config.context)  # none if the policy always says the same
+        reward_model.requires_grad_(True)
+        student = torch.optim.AdamW(reward_model.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+        for i in range(-(-len(elements) // lesson.prompts)):
+            batches = [batch_of(elements, i, lesson.prompts, name, k) for k in range(lesson.ensemble)]
+            update(reward_model, student, batches, lesson.lr / 10, lesson)
+        reward_model.requires_grad_(False)
+        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in training]
+        generator = common.generator(config.device, "normalise", *name)
+        normalise(reward_model, reference, prompts, config.max_new_tokens, tokenizer.eot_token, generator)
+
+    def save(step, every=1, best=False):
+        """Everything that changes: the policy, its value head, beta, and a reward model that still learns."""
+        learning = reward_model.state_dict() if config.refresh else None
+        more = dict(value_head=value_head.state_dict(), beta=leash.beta, reward_model=learning)
+        run.save(step, policy, optimizer, every, best, **more)
 
     if not config.resume:
-        with torch.no_grad():
-            scores = measure(0, config.samples)
-        run.log(0, **scores, length=scores["held_out_length"])
-        run.save(0, policy, optimizer, value_head=value_head.state_dict(), beta=leash.beta)
+        found = measure(0, config.samples)
+        run.log(0, **found, length=found["held_out_length"])
+        save(0)
 
     tokens, busy = 0, 0.0
     for step in range(start + 1, config.steps + 1):
-        # 1. Rollout: one response to each prompt
         began = time.perf_counter()
+        # 0. A lesson for the reward model, if it gets any: it has never seen what the policy says by now
+        if config.refresh and step > 1 and (step - 1) % config.refresh == 0:
+            refresh(step)
+
+        # 1. Rollout: one response to each prompt
         rng = random.Random(common.seed_of("problems", config.seed, step))
         prompts = [tokenizer.encode_ordinary(stories.make_problem(rng).prompt) for _ in range(config.prompts)]
         generator = common.generator(config.device, "sampling", config.seed, step)
@@ -285,19 +353,17 @@ def main(config):
 
         # 3. What all four roles say of the rollout. The policy's log-probabilities come from the same pass as in training
         # (and not from the sampler), so that the first ratio is exactly 1.
-        scores, old_logp, old_values = torch.zeros(B, device=config.device), torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)
+        scores = torch.zeros(B, device=config.device)  # [B]
+        old_logp, old_values = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)  # [B, T] each
         ref_logp = reference.rollout_logprobs(rollout, micro_batches, config.temperature)  # [B, T]
         with torch.no_grad():
             for rows in micro_batches:
-                scores[rows] = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
+                scores[rows] = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)
                 hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
                 old_logp[rows] = to_slots(policy.token_logprobs(hidden, targets, config.temperature), mask[rows])
-                old_values[rows] = to_slots(value_head(hidden)[:, 0], mask[rows])
+                old_values[rows] = to_slots(value_head(hidden), mask[rows])
 
         # 4. Rewards and advantages
-        last_token = rollout.ids[:, rollout.prompt_len :].gather(1, lengths[:, None] - 1)[:, 0]  # [B]
-        ended = last_token == tokenizer.eot_token
-        scores = torch.where(ended, scores, config.missing_eos_score)
         kl = ((old_logp - ref_logp) * mask).sum(1).mean().item()  # nats per response
         rewards = kl_penalised_rewards(scores, old_logp, ref_logp, mask, leash.beta)  # [B, T]
         if config.whiten_rewards:
@@ -309,7 +375,8 @@ def main(config):
             leash.update(kl, B)
 
         # 5. Updates
-        stats = dict.fromkeys(("loss", "value_loss", "ptx_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction", "grad_norm"), 0.0)
+        names = "loss value_loss ptx_loss entropy approx_kl clip_fraction value_clip_fraction grad_norm".split()
+        stats = dict.fromkeys(names, 0.0)
         schedule = min(1.0, step / config.warmup) * (1 - (step - 1) / config.steps)
         updates = 0
         for minibatch in minibatches * config.epochs:
@@ -318,14 +385,18 @@ def main(config):
             for rows in minibatch:
                 hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
                 logp, entropy = policy.token_logprobs_and_entropy(hidden, targets, config.temperature)  # [N], [N]
-                logp, values = to_slots(logp, mask[rows]), to_slots(value_head(hidden)[:, 0], mask[rows])  # [b, T] each
+                logp, values = to_slots(logp, mask[rows]), to_slots(value_head(hidden), mask[rows])  # [b, T] each
                 pg_loss, pg_stats = policy_loss(
                     logp, old_logp[rows], advantages[rows], mask[rows], config.clip, config.dual_clip, n_tokens
                 )
-                v_loss, v_stats = value_loss(values, old_values[rows], returns[rows], mask[rows], config.clip_value, n_tokens)
+                v_loss, v_stats = value_loss(
+                    values, old_values[rows], returns[rows], mask[rows], config.clip_value, n_tokens
+                )
                 loss = pg_loss + config.value_weight * v_loss
                 loss.backward()
-                parts = dict(loss=loss, value_loss=v_loss, entropy=entropy.detach().sum() / n_tokens, **pg_stats, **v_stats)
+                parts = dict(
+                    loss=loss, value_loss=v_loss, entropy=entropy.detach().sum() / n_tokens, **pg_stats, **v_stats
+                )
                 for name, value in parts.items():  # each is a part of a mean over the minibatch's tokens
                     stats[name] += value.item()
                 approx_kl += pg_stats["approx_kl"].item()
@@ -338,7 +409,9 @@ def main(config):
                 n_targets = sum(map(len, documents)) - len(documents)
                 for rows in common.by_length(list(map(len, documents)), config.micro_batch):
                     ids, real = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
-                    nll = -(policy.token_logprobs(policy.hidden(ids[:, :-1]), ids[:, 1:]) * real[:, 1:]).sum() / n_targets
+                    nll = (
+                        -(policy.token_logprobs(policy.hidden(ids[:, :-1]), ids[:, 1:]) * real[:, 1:]).sum() / n_targets
+                    )
                     (config.ptx * nll).backward()
                     stats["ptx_loss"] += nll.item()
                     stats["loss"] += config.ptx * nll.item()
@@ -357,13 +430,44 @@ def main(config):
 
         # 6. Log and checkpoint
         evaluate, last = step % config.eval_every == 0, step == config.steps
+        best = False
         if evaluate or last or step % config.log_every == 0:
-            with torch.no_grad():
-                found = measure(step, config.samples if last else 1) if evaluate or last else {}
-            run.log(step, reward=scores.mean().item(), length=lengths.float().mean().item(), kl=kl, beta=leash.beta,
-                    explained_variance=explained, lr=config.lr * schedule, tokens_per_second=tokens / busy, **stats, **found)
+            golds = [line["gold"] for line in run.metrics() if "gold" in line]
+            found = measure(step, config.samples if last else 1) if evaluate or last else {}
+            best = config.stop_on_gold and "gold" in found and found["gold"] > max(golds)
+            run.log(
+                step, reward=scores.mean().item(), length=lengths.float().mean().item(), kl=kl, beta=leash.beta,
+                explained_variance=explained, lr=config.lr * schedule, tokens_per_second=tokens / busy, **stats, **found,
+            )  # fmt: skip
             tokens, busy = 0, 0.0
-        run.save(step, policy, optimizer, config.save_every, value_head=value_head.state_dict(), beta=leash.beta)
+        save(step, config.save_every, best)
+        if config.stop_on_gold and evaluate and not best and len(golds) - golds.index(max(golds)) >= 3:
+            print(f"stopped at step {step}: three evaluations without a better gold score than {max(golds):.3f}")
+            break
+
+    # 7. What happened
+    run.plot("accuracy", "held_out_length", ("sqrt_kl", "held_out_reward", "gold"), "entropy")
+    measured = [line for line in run.metrics() if "gold" in line]
+    first, last, peak = measured[0], measured[-1], max(measured, key=lambda line: line["gold"])
+    lines = [
+        (
+            "proxy reward",
+            "held_out_reward",
+            "+.3f",
+            "what the reward model thinks (0 and 1: mean and std of the SFT model's)",
+        ),
+        ("gold score", "gold", ".3f", f"what it is worth; best was {peak['gold']:.3f} at step {peak['step']}"),
+        ("accuracy (pass@1)", "accuracy", ".3f", "a single sample at temperature 1"),
+        ("KL to reference", "held_out_kl", ".3f", "nats per response"),
+        ("response length", "held_out_length", ".1f", "tokens"),
+    ]
+    print(
+        f"\nPPO: {last['step']} steps of {config.prompts} responses in {last['seconds']:.0f} seconds; on {len(held_out)} held-out problems:"
+    )
+    for name, key, form, meaning in lines:
+        print(f"  {name:<18}{format(first[key], form):>7} -> {format(last[key], form):>7}   {meaning}")
+    print(f"""  {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
+next: python reward_model.py --pairs 100 --init {init} --out few && python ppo.py --beta 0 --init {init} --out few""")
 
 
 if __name__ == "__main__":

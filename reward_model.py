@@ -76,6 +76,10 @@ class Config:
     eval_every: int = 20  # steps between two held-out evaluations
     log_every: int = 5  # steps between two lines
     save_every: int = 20  # steps between two checkpoints
+
+    def __post_init__(self):
+        if self.samples == 1:
+            raise ValueError("--samples 1: there is nothing to compare one response with; use at least 2")
 # fmt: on
 
 
@@ -272,16 +276,6 @@ def reliability(difference):
 
 
 @torch.no_grad()
-def score(model, texts):
-    """Rewards of texts (prompt + response, as token ids) with gain and bias, [k, len(texts)], k members."""
-    rewards = torch.zeros(len(model.heads), len(texts))
-    for rows in common.by_length(list(map(len, texts)), 512):
-        ids, mask = right_pad([texts[i] for i in rows])  # [b, L]
-        rewards[:, rows] = model(ids.to(model.gain.device), mask.to(model.gain.device)).cpu()
-    return rewards
-
-
-@torch.no_grad()
 def normalise(model, policy, prompts, max_new_tokens, eos, generator):
     """Sets gain and bias of each member so that the rewards of `policy`'s responses to `prompts` (token ids) have mean
     0 and std 1."""
@@ -374,18 +368,20 @@ def main(config):
     model, optimizer, per_step, steps = untrained(policy, len(elements), config)
     config.steps = config.steps or steps
     columns = "loss margin preference_accuracy gold_accuracy grad_norm lr"
-    run = common.Run("reward_model", config, tokenizer, columns, init)
+    run = common.Run("reward_model", config, tokenizer, columns, init, *([config.data] if config.data else []))
     step = run.restore(model, optimizer)
     if not config.data:
         write_preferences(run.folder / "preferences.jsonl", rows)
 
+    @torch.no_grad()
     def held_out_scores(step):
         found = assess(model, held_out)
         lines = []
         for row in other_rows[:: max(1, len(other_rows) // 6)][:6]:  # the same ones each time
             shown, _ = comparisons([row], tokenizer, policy.config.context)
             if shown:
-                chosen, rejected = score(model, shown[0].texts).mean(0).tolist()
+                ids, mask = (x.to(config.device) for x in right_pad(shown[0].texts))  # [2, L]
+                chosen, rejected = model(ids, mask).mean(0).tolist()
                 lines.append(
                     f"- {row['prompt']}\n  chosen `{row['chosen'].strip()}` {chosen:+.2f}, "
                     f"rejected `{row['rejected'].strip()}` {rejected:+.2f}"

@@ -38,9 +38,12 @@ def judge_pairs(problem, responses, rng, noise):
 def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out=False):
     """Comparisons of what `model` says: `samples` responses to each of as many new stories as it takes for `pairs`
     pairs of different texts, all pairs of a story. -> (rows, number of pairs that were dropped because their texts are
-    equal: nothing is to be learned from them). `held_out`: of evaluation stories."""
+    equal: nothing is to be learned from them). Fewer rows, even none, from a model that nearly always says the same.
+    `held_out`: of evaluation stories."""
     rng, rows, dropped = random.Random(seed), [], 0
-    while len(rows) < pairs:
+    for _ in range(20):
+        if len(rows) >= pairs:
+            break
         problems = [make_problem(rng, held_out) for _ in range(max(8, (pairs - len(rows)) // samples))]
         several = [problem for problem in problems for _ in range(samples)]
         texts, _ = sample_responses(model, tokenizer, several, max_new_tokens, generator=generator)

@@ -18,6 +18,8 @@ from conftest import ROOT, run_script
 import common
 import gpt
 import grpo
+import ppo
+import reward_model
 import sft
 from data import get_tokenizer
 
@@ -30,6 +32,31 @@ TINY = {
         dict(steps=6, n_layer=1, n_embd=16, n_head=2, documents=4, micro_batch=2, save_every=2, warmup=2, **COMMON),
     ),
     "sft": (sft, dict(steps=6, examples=4, micro_batch=2, save_every=2, **COMMON)),
+    "reward_model": (
+        reward_model,
+        dict(steps=6, pairs=40, samples=3, prompts=2, ensemble=2, eval_every=2, save_every=2, **COMMON),
+    ),
+    "ppo": (
+        ppo,
+        dict(
+            steps=6,
+            prompts=8,
+            minibatches=2,
+            epochs=2,
+            micro_batch=4,
+            samples=2,
+            eval_every=2,
+            save_every=2,
+            ptx=0.1,
+            ptx_documents=2,
+            kl_target=0.1,
+            kl_horizon=100.0,
+            refresh=2,
+            refresh_pairs=10,
+            stop_on_gold=True,
+            **COMMON,
+        ),
+    ),
     "grpo": (
         grpo,
         dict(
@@ -46,13 +73,14 @@ TINY = {
         ),
     ),
 }
-FILES = {"gpt": "base", "sft": "sft", "grpo": "grpo"}
+FILES = {"gpt": "base", "sft": "sft", "reward_model": "reward_model", "ppo": "ppo", "grpo": "grpo"}
+NEEDS = {"gpt": (), "sft": ("base",), "reward_model": ("sft",), "ppo": ("sft", "reward_model"), "grpo": ("sft",)}
 CLOCKS = ("seconds", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory):
-    """A folder with a finished tiny base, sft and grpo run."""
+    """A folder with a finished tiny run of every script."""
     out = tmp_path_factory.mktemp("chain")
     for module, options in TINY.values():
         main(module, out, **options)
@@ -76,7 +104,7 @@ def weights(path):
 def start_from(chain, out, script):
     """What the script needs to find in `out`."""
     out.mkdir(exist_ok=True)
-    for earlier in ("base", "sft")[: ("gpt", "sft", "grpo").index(script)]:
+    for earlier in NEEDS[script]:
         shutil.copy(chain / f"{earlier}.pt", out)
     return out
 
@@ -103,8 +131,12 @@ def test_resume_is_bit_identical_whenever_it_died(chain, tmp_path, monkeypatch, 
     assert metrics(out, script) == metrics(chain, script)
     a, b = weights(out / f"{FILES[script]}.pt"), weights(chain / f"{FILES[script]}.pt")
     assert all(torch.equal(a[name], b[name]) for name in b)
-    if script == "grpo":
-        assert (out / "grpo/samples.md").read_text() == (chain / "grpo/samples.md").read_text()
+    if script not in ("gpt", "sft"):
+        assert (out / script / "samples.md").read_text() == (chain / script / "samples.md").read_text()
+    if script == "ppo":
+        for name in ("value_head", "reward_model", "beta"):
+            a, b = (torch.load(path / "ppo.pt", weights_only=True)[name] for path in (out, chain))
+            assert a == b if name == "beta" else all(torch.equal(a[key], b[key]) for key in b)
 
 
 def test_metrics_have_the_agreed_keys(chain):
@@ -217,6 +249,15 @@ def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
         (gpt, ["--n-embd", "30"], ["--n-embd 30", "--n-head 4"]),
         (gpt, ["--lr", "0"], ["--lr 0"]),
         (sft, ["--examples", "0"], ["--examples 0"]),
+        (reward_model, ["--judge", "random"], ["--judge", "random", "noisy"]),
+        (reward_model, ["--pairs", "0"], ["--pairs 0"]),
+        (reward_model, ["--samples", "1"], ["--samples 1"]),
+        (ppo, ["--beta", "-1"], ["--beta -1"]),
+        (ppo, ["--lam", "1.5"], ["--lam 1.5"]),
+        (ppo, ["--clip", "0"], ["--clip 0"]),
+        (ppo, ["--dual-clip", "0.5"], ["--dual-clip 0.5"]),
+        (ppo, ["--minibatches", "999"], ["--minibatches 999", "--prompts 128"]),
+        (ppo, ["--combine", "median"], ["--combine", "median"]),
     ],
 )
 def test_bad_flags(capsys, module, flags, words):
@@ -283,7 +324,7 @@ def test_flags_override_the_variant():
 
 
 def test_help_names_every_flag_and_the_exit_code_is_right(tmp_path):
-    for module, script in ((gpt, "gpt"), (sft, "sft"), (grpo, "grpo")):
+    for script, (module, _) in TINY.items():
         text = run_script(f"{script}.py", "--help", cwd=tmp_path).stdout
         for name in module.Config.__dataclass_fields__:
             assert "--" + name.replace("_", "-") in text
@@ -367,15 +408,22 @@ def test_not_finite(chain, tmp_path, monkeypatch, script):
     """A NaN stops the run before it reaches the weights; the checkpoint before it stays and can be resumed."""
     module, options = TINY[script]
     out = start_from(chain, tmp_path, script)
-    if script == "grpo":
-        plain, count = grpo.policy_loss, []
+    if script in ("grpo", "ppo"):
+        plain, count = module.policy_loss, []
 
         def poisoned(*args, **kw):
             loss, stats = plain(*args, **kw)
             count.append(1)
-            return (loss * float("nan") if len(count) > 25 else loss), stats
+            return (loss * float("nan") if len(count) > {"grpo": 25, "ppo": 12}[script] else loss), stats
 
-        monkeypatch.setattr(grpo, "policy_loss", poisoned)
+        monkeypatch.setattr(module, "policy_loss", poisoned)
+    elif script == "reward_model":
+        plain, count = reward_model.bradley_terry_loss, []
+        monkeypatch.setattr(
+            reward_model,
+            "bradley_terry_loss",
+            lambda *args: plain(*args) * (float("nan") if count.append(1) or len(count) > 6 else 1),
+        )
     else:
         plain, count = gpt.GPT.token_logprobs, []
         monkeypatch.setattr(
@@ -434,7 +482,7 @@ def test_half_a_line_of_metrics_is_dropped(chain, tmp_path):
 
 
 def test_checkpoints_need_no_pickle(chain):
-    for name in ("base", "sft", "grpo"):
+    for name in FILES.values():
         checkpoint = torch.load(chain / f"{name}.pt", weights_only=True)
         assert {"model", "optimizer", "step", "steps", "config", "model_config", "tokenizer"} <= set(checkpoint)
         assert checkpoint["tokenizer"] == common.fingerprint(get_tokenizer())

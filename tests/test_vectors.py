@@ -1,5 +1,5 @@
-"""Every public numeric case that belongs to gpt.py, sft.py, grpo.py, kernels/ and data/, in float64 to 1e-6; and the
-bugs that others shipped."""
+"""Every public numeric case that belongs to the scripts, kernels/ and data/, in float64 to 1e-6; and the bugs that
+others shipped."""
 
 import itertools
 import math
@@ -9,8 +9,11 @@ import torch
 from conftest import BUGS, CASES, close, tensor
 
 import grpo
+import ppo
+import reward_model
 import sft
 from data import accuracy_reward, extract_answer, format_reward, last_boxed, last_number, pass_at_k
+from gpt import Rollout
 from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
 
 
@@ -353,3 +356,170 @@ def test_bug_normaliser_under_accumulation():
         tokens = sum(m.numel() for m in window)
         close(sum(grpo.aggregate_loss(m, torch.ones_like(m), "token", denominator=tokens) for m in window), right[key])
         close(sum(sft.token_mean(m, torch.ones_like(m), tokens) for m in window), right[key])
+
+
+# ---- reward models
+
+
+def test_bradley_terry():
+    x, y = case("rm/bt_loss")
+    chosen, rejected = tensor(x["chosen"]).requires_grad_(), tensor(x["rejected"]).requires_grad_()
+    loss = reward_model.bradley_terry_loss(chosen, rejected)
+    close(loss, y["loss"])
+    for reward, key in ((chosen, "grad_chosen"), (rejected, "grad_rejected")):
+        close(torch.autograd.grad(loss, reward, retain_graph=True)[0], y[key])
+    close((chosen > rejected).double().mean(), y["accuracy"])
+    close((chosen - rejected).mean(), y["margin"])
+    x, y = case("rm/bt_margin")
+    close(reward_model.bradley_terry_loss(*(tensor(x[k]) for k in ("chosen", "rejected", "margin"))), y["loss"])
+    x, y = case("rm/bt_centered")
+    close(
+        reward_model.bradley_terry_loss(tensor(x["chosen"]), tensor(x["rejected"]), centering=x["center_coef"]),
+        y["loss"],
+    )
+    x, y = case("rm/bt_extreme")
+    for chosen, rejected, expected in zip(x["chosen"], x["rejected"], y["per_pair"]):
+        loss = reward_model.bradley_terry_loss(torch.tensor([chosen]), torch.tensor([rejected]))  # float32
+        assert loss.isfinite() and loss.item() == pytest.approx(expected, rel=1e-3)
+    x, y = case("rm/bt_K_way")
+    better, worse = zip(*itertools.combinations(x["scores_best_to_worst"], 2))
+    assert len(better) == y["n_pairs"]
+    close(reward_model.bradley_terry_loss(tensor(better), tensor(worse)), y["loss"])
+
+
+def test_soft_labels():
+    x, y = case("rm/bt_soft_label")
+    difference, p = tensor(x["delta_r"]).requires_grad_(), tensor(x["p_first_preferred"])
+    zero = torch.zeros_like(difference)
+    close(
+        [reward_model.bradley_terry_loss(d[None], zero[:1], probability=q[None]).item() for d, q in zip(difference, p)],
+        y["per_pair"],
+    )
+    loss = reward_model.bradley_terry_loss(difference, zero, probability=p)
+    close(loss, y["loss"])
+    close(torch.autograd.grad(loss, difference)[0] * len(p), y["grad_delta"])  # stated per pair, not of the mean
+    best = p.logit().requires_grad_()
+    close(torch.autograd.grad(reward_model.bradley_terry_loss(best, zero, probability=p), best)[0], [0.0] * 3)
+
+
+def test_last_token():
+    x, y = case("rm/last_token_index")
+    index = reward_model.last_token_index(torch.tensor(x["attention_mask"]))
+    assert index.tolist() == y["index"] != y["WRONG_attention_sum_minus_1"]
+    close(tensor(x["per_token_score"]).gather(1, index[:, None])[:, 0], y["reward"])
+    x, right = BUGS["P07"]["inputs"], BUGS["P07"]["right"]
+    index = reward_model.last_token_index(torch.tensor(x["attention_mask"]))
+    assert index.tolist() == right["index"]
+    close(tensor(x["token_scores"]).gather(1, index[:, None])[:, 0], right["reward"])
+
+
+def test_gain_and_bias():
+    x, y = case("rm/normalise")
+    gain, bias = reward_model.gain_and_bias(tensor(x["rewards_on_reference_samples"]))
+    close(gain, y["gain"])
+    close(bias, y["bias"])
+    close(gain * tensor(x["new_rewards"]) + bias, y["gain_bias"])
+
+
+# ---- PPO
+
+
+def test_kl_penalised_rewards():
+    x, y = case("ppo/per_token_kl_reward")
+    logp, ref, mask = (tensor(x[k]) for k in ("logp", "ref_logp", "mask"))
+    rewards = ppo.kl_penalised_rewards(tensor(x["score"]), logp, ref, mask, x["beta"])
+    close(rewards, y["rewards"])
+    close(rewards.sum(1), y["sum"])
+    close(((logp - ref) * mask).sum(1), y["seq_kl"])
+
+
+def test_missing_eos():
+    """Of the two conventions the one that replaces the score."""
+    x, y = case("ppo/missing_eos_penalty")
+    eos, scores = 9, tensor(x["scores"])
+    ids = torch.tensor([[1, eos, 2, eos if ended else 3, eos] for ended in x["has_eos"]])  # the last slot is padding
+    mask = torch.tensor([[1, 1, 0]] * 3)
+    rollout = Rollout(ids, None, torch.ones_like(ids), mask, None, prompt_len=2)
+    config = ppo.Config(missing_eos_score=x["penalty_value"])
+    close(ppo.score_responses(lambda ids, _: scores[None], rollout, torch.arange(3), eos, config), y["openai_replace"])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("ppo/gae/")])
+def test_gae(name):
+    x, y = case(name)
+    rewards, values, mask = (tensor(x[k]) for k in ("rewards", "values", "mask"))
+    bootstrap = torch.full((len(mask),), x["bootstrap"], dtype=torch.float64)
+    for options in [dict(bootstrap=bootstrap)] + ([{}] if x["bootstrap"] == 0 else []):
+        advantages, returns = ppo.gae(rewards, values, mask, x["gamma"], x["lam"], **options)
+        close(advantages, y["advantages"])
+        close(returns, y["returns"])
+
+
+def test_whiten():
+    x, y = case("ppo/whiten_masked")
+    x, mask = tensor(x["x"]), tensor(x["mask"])
+    close(ppo.whiten(x, mask), y["biased_ddof0"])
+    close(ppo.whiten(x, mask, ddof=1), y["unbiased_ddof1"])
+    close(ppo.whiten(x, mask, shift_mean=False), y["rewards_shift_mean_false_ddof0"])
+
+
+def test_ppo_clipping():
+    x, y = case("ppo/clip_loss_and_grad")
+    for ratio, advantage, loss, slope in zip(x["ratio"], x["advantage"], y["loss"], y["dloss_dlogp"]):
+        logp = tensor([[ratio]]).log().requires_grad_()
+        value, _ = ppo.policy_loss(logp, torch.zeros_like(logp), tensor([[advantage]]), torch.ones(1, 1), x["eps_low"])
+        close(value, loss)
+        close(torch.autograd.grad(value, logp)[0], [[slope]])
+    x, y = case("ppo/dual_clip")
+    for ratio, advantage, loss in zip(x["ratio"], x["advantage"], y["loss"]):
+        logp = tensor([[ratio]]).log()
+        value, _ = ppo.policy_loss(
+            logp, torch.zeros_like(logp), tensor([[advantage]]), torch.ones(1, 1), x["eps"], x["c"]
+        )
+        close(value, loss)
+
+
+def test_value_loss():
+    x, y = case("ppo/value_clip_loss")
+    values, old, returns, mask = (tensor(x[k]) for k in ("vpred", "old_values", "returns", "mask"))
+    loss, stats = ppo.value_loss(values, old, returns, mask, x["cliprange_value"])
+    close(loss, y["loss"])
+    close(stats["value_clip_fraction"], y["clipfrac"])
+    close(ppo.value_loss(values, old, returns, mask, clip=1e9)[0], y["unclipped_loss"])
+
+
+def test_ppo_total_loss():
+    x, y = case("ppo/total_loss")
+    logp, old, advantages, mask, values, old_values, returns = (
+        tensor(x[k]) for k in ("logp", "old_logp", "advantages", "mask", "vpred", "old_values", "returns")
+    )
+    policy, stats = ppo.policy_loss(logp, old, advantages, mask, x["eps"])
+    value, _ = ppo.value_loss(values, old_values, returns, mask, x["cliprange_value"])
+    close(policy, y["policy_loss"])
+    close(value, y["value_loss"])
+    close(policy + x["vf_coef"] * value, y["total"])
+    close(stats["clip_fraction"], y["clipfrac"])
+    close(stats["approx_kl"], y["approxkl_half_sq"])
+
+
+def test_adaptive_kl():
+    x, y = case("kl/adaptive_controller")
+    leash = ppo.AdaptiveKL(x["init_beta"], x["target"], x["horizon"])
+    close([leash.update(kl, x["n_steps"]) for kl in x["measured_kl"]], y["beta"])
+
+
+def test_bug_score_behind_eos():
+    """P01: the score is the reward of the last sampled token, and what the critic says of padding does not count."""
+    x, right = BUGS["P01"]["inputs"], BUGS["P01"]["right"]
+    mask, zero = tensor([[1, 1, 1, 0, 0]]), torch.zeros(1, 5, dtype=torch.float64)
+    rewards = ppo.kl_penalised_rewards(tensor([x["score"]]), zero, zero, mask, 0.1)
+    close(rewards, right["rewards"])
+    advantages, _ = ppo.gae(rewards, tensor(x["values"]), mask, x["gamma"], x["lam"])
+    close(advantages[0, :3], right["adv_valid"])
+
+
+def test_bug_masked_value_bootstraps():
+    """P02."""
+    x, right = BUGS["P02"]["inputs"], BUGS["P02"]["right"]
+    advantages, _ = ppo.gae(tensor(x["rewards"]), tensor(x["values"]), tensor(x["mask"]), x["gamma"], x["lam"])
+    close(advantages, right["advantages"])

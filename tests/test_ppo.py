@@ -1,0 +1,365 @@
+"""Rewards, advantages and losses against definitions and finite differences, what masked slots may hold, REINFORCE as
+PPO's simplest case, the optimum of a policy small enough to know it, and learning itself."""
+
+import dataclasses
+import itertools
+import json
+import random
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_grpo import DIGITS, DigitWorld, babbler
+
+import common
+import gpt
+import ppo
+from gpt import GPT, GPTConfig
+from kernels import token_kl
+from reward_model import RewardModel
+
+
+def random_batch(seed, B=5, T=6):
+    """Log-probs of a policy that has moved, values, rewards, and masks with a hole, an empty row and a full one."""
+    g = torch.Generator().manual_seed(seed)
+    logp, old, ref = (-2 * torch.rand(B, T, generator=g, dtype=torch.float64) for _ in range(3))
+    rewards, values, old_values, returns, A = (torch.randn(B, T, generator=g, dtype=torch.float64) for _ in range(5))
+    mask = (torch.arange(T) < torch.randint(0, T + 1, (B, 1), generator=g)).double()
+    mask[0], mask[1] = 0, 1
+    mask[1, 2] = 0
+    return dict(logp=logp, old_logp=logp + 0.5 * (old + 1), ref_logp=ref, rewards=rewards, values=values,
+                old_values=values + 0.3 * old_values, returns=returns, A=A, mask=mask)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1), st.booleans())
+def test_gae_is_the_sum_of_discounted_errors(seed, gamma, lam, truncated):
+    """Against the definition: A_t = sum_l (gamma lam)^l delta_{t+l} over the valid slots of a row."""
+    x = random_batch(seed)
+    bootstrap = torch.randn(5, dtype=torch.float64) if truncated else None
+    advantages, returns = ppo.gae(x["rewards"], x["values"], x["mask"], gamma, lam, bootstrap)
+    for i, row in enumerate(x["mask"]):
+        slots = row.nonzero()[:, 0].tolist()
+        V = [x["values"][i, t].item() for t in slots] + [bootstrap[i].item() if truncated else 0.0]
+        delta = [x["rewards"][i, t].item() + gamma * V[k + 1] - V[k] for k, t in enumerate(slots)]
+        for k, t in enumerate(slots):
+            expected = sum((gamma * lam) ** n * d for n, d in enumerate(delta[k:]))
+            assert advantages[i, t].item() == pytest.approx(expected, abs=1e-9)
+            assert returns[i, t].item() == pytest.approx(expected + V[k], abs=1e-9)
+        assert advantages[i, row == 0].eq(0).all() and returns[i, row == 0].eq(0).all()
+
+
+@pytest.mark.parametrize("garbage", [50.0, -torch.inf, torch.nan])
+def test_what_stands_in_masked_slots_does_not_matter(garbage):
+    def everything(fill):
+        x = {name: torch.where(mask > 0, value, fill) for name, value in plain.items() if name != "mask"}
+        logp, values = x["logp"].requires_grad_(), x["values"].requires_grad_()
+        scores = torch.arange(5.0, dtype=torch.float64)
+        rewards = ppo.kl_penalised_rewards(scores, x["logp"].detach(), x["ref_logp"], mask, 0.3)
+        policy, p_stats = ppo.policy_loss(logp, x["old_logp"], x["A"], mask, dual_clip=3.0)
+        value, v_stats = ppo.value_loss(values, x["old_values"], x["returns"], mask)
+        return (
+            rewards, ppo.whiten(x["rewards"], mask), ppo.whiten(x["rewards"], mask, shift_mean=False),
+            *ppo.gae(torch.where(mask > 0, rewards, fill), x["values"].detach(), mask), policy, value,
+            *p_stats.values(), *v_stats.values(), *torch.autograd.grad(policy + value, (logp, values)),
+        )  # fmt: skip
+
+    plain = random_batch(3)
+    mask = plain["mask"]
+    for a, b in zip(everything(0.0), everything(garbage)):
+        assert torch.equal(a, b) and a.isfinite().all()
+
+
+def test_a_row_without_tokens_gets_no_reward():
+    zero = torch.zeros(1, 3)
+    assert ppo.kl_penalised_rewards(torch.tensor([5.0]), zero, zero, torch.zeros(1, 3), 0.1).eq(0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.floats(-50, 50), st.floats(0.1, 10))
+def test_whitening(seed, shift, scale):
+    x = random_batch(seed)
+    mask = x["mask"]
+    white = ppo.whiten(x["rewards"], mask)
+    valid = white[mask > 0]
+    assert abs(valid.mean()) < 1e-9 and valid.var(correction=0).item() == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(ppo.whiten(scale * x["rewards"] + shift, mask), white, rtol=1e-4, atol=1e-5)
+    unshifted = ppo.whiten(x["rewards"], mask, shift_mean=False)[mask > 0]
+    torch.testing.assert_close(unshifted - unshifted.mean(), valid, rtol=1e-6, atol=1e-7)
+    assert unshifted.mean().item() == pytest.approx(x["rewards"][mask > 0].mean().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.3])
+def test_gradients_equal_finite_differences(dual_clip):
+    x = random_batch(1)
+    losses = {
+        "logp": lambda logp: ppo.policy_loss(logp, x["old_logp"], x["A"], x["mask"], 0.2, dual_clip)[0],
+        "values": lambda values: ppo.value_loss(values, x["old_values"], x["returns"], x["mask"])[0],
+    }
+    for name, loss in losses.items():
+        at = x[name].clone().requires_grad_()
+        gradient, h = torch.autograd.grad(loss(at), at)[0], 1e-6
+        assert gradient.ne(0).sum() > 5
+        for i, t in itertools.product(range(5), range(6)):
+            e = torch.zeros_like(at)
+            e[i, t] = h
+            slope = (loss(x[name] + e) - loss(x[name] - e)) / (2 * h)
+            assert slope.item() == pytest.approx(gradient[i, t].item(), abs=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_any_split_of_a_step_gives_the_same_losses(seed):
+    x = random_batch(seed, B=7)
+    n = int(x["mask"].sum())
+
+    def losses(rows, **options):
+        part = {name: value[rows] for name, value in x.items()}
+        policy, p = ppo.policy_loss(part["logp"], part["old_logp"], part["A"], part["mask"], **options)
+        value, v = ppo.value_loss(part["values"], part["old_values"], part["returns"], part["mask"], **options)
+        return torch.stack([policy, value, *p.values(), *v.values()])
+
+    order, parts, rng = random.Random(seed).sample(range(7), 7), 0.0, random.Random(seed)
+    while order:
+        cut = rng.randint(1, len(order))
+        parts, order = parts + losses(order[:cut], denominator=n), order[cut:]
+    torch.testing.assert_close(parts, losses(list(range(7))), rtol=0, atol=1e-12)
+
+
+def test_where_the_clip_leaves_no_gradient():
+    one = torch.ones(1, 1, dtype=torch.float64)
+    for ratio, A, slope in (
+        (1.1, 1, True), (1.3, 1, False), (0.7, 1, True), (0.9, -1, True), (0.7, -1, False), (1.3, -1, True),
+    ):  # fmt: skip
+        logp = (ratio * one).log().requires_grad_()
+        loss, stats = ppo.policy_loss(logp, 0 * one, A * one, one)
+        assert bool(torch.autograd.grad(loss, logp)[0].ne(0)) == slope == (stats["clip_fraction"].item() == 0)
+
+
+def test_explained_variance():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, 99.0]]), torch.tensor([[1, 1, 1, 0]])
+    assert ppo.explained_variance(returns.clone(), returns, mask) == 1.0
+    assert ppo.explained_variance(torch.full((1, 4), 7.0), returns, mask) == 0.0
+    assert ppo.explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
+
+
+def test_zero_is_a_value_where_the_help_says_so():
+    config = common.parse(ppo.Config, "", ["--beta", "0", "--lam", "0", "--value-weight", "0"])
+    assert config.beta == config.lam == config.value_weight == 0
+
+
+# ---- against REINFORCE, and against the optimum
+
+
+def test_ppo_without_its_parts_is_reinforce(tiny_model):
+    """One epoch, lambda 1, a value function of zero, no whitening: the gradient is that of -mean_t (reward still to
+    come at t) log pi(token_t), here from plain forward passes, one row at a time. Without a clip, and also with it, as
+    the first ratio is 1."""
+    tiny_model.double()
+    prompts, beta = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]] * 3, 0.3
+    rollout = tiny_model.generate(prompts, 10, eos=3, generator=torch.Generator().manual_seed(0))
+    g, mask, B = torch.Generator().manual_seed(1), rollout.mask, len(prompts)
+    scores = torch.randn(B, generator=g, dtype=torch.float64)
+    ref_logp = rollout.logp.double() + 0.5 * torch.randn(mask.shape, generator=g, dtype=torch.float64)
+
+    def gradient():
+        found = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
+        tiny_model.zero_grad()
+        return found
+
+    total = 0.0
+    for i in range(B):
+        n, P = int(mask[i].sum()), len(prompts[i])
+        ids = torch.tensor([prompts[i] + rollout.ids[i, rollout.prompt_len :][:n].tolist()])
+        logp = tiny_model(ids)[0].log_softmax(-1)[torch.arange(P - 1, P + n - 1), ids[0, P:]]  # [n]
+        r = -beta * (logp.detach() - ref_logp[i, :n])
+        r[-1] += scores[i]
+        to_come = torch.stack([r[t:].sum() for t in range(n)])
+        total = total - (to_come * logp).sum()
+    (total / mask.sum()).backward()
+    expected = gradient()
+
+    logps = lambda: gpt.to_slots(tiny_model.token_logprobs(*tiny_model.response_states(rollout, list(range(B)))), mask)  # noqa: E731
+    old_logp = logps().detach()
+    rewards = ppo.kl_penalised_rewards(scores, old_logp, ref_logp, mask, beta)
+    advantages, _ = ppo.gae(rewards, torch.zeros_like(rewards), mask, lam=1.0)
+    for clip in (1e9, 0.2):
+        ppo.policy_loss(logps(), old_logp, advantages, mask, clip)[0].backward()
+        torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_the_penalty_is_the_gradient_of_the_kl():
+    """Scores of zero: in expectation over the policy's own samples the loss has the gradient of beta KL(policy ||
+    reference), so that a step down it brings the policy back. A flipped sign would drive it away."""
+    g, beta = torch.Generator().manual_seed(0), 0.3
+    logits, ref = (torch.randn(1, 5, generator=g, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    expected, one, zero = 0.0, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.float64)
+    for token in range(5):
+        logp, ref_logp = logits.log_softmax(1)[:, [token]], ref.log_softmax(1)[:, [token]]
+        rewards = ppo.kl_penalised_rewards(torch.zeros(1), logp.detach(), ref_logp, one, beta)
+        advantages, _ = ppo.gae(rewards, zero, one)
+        loss, _ = ppo.policy_loss(logp, logp.detach(), advantages, one)
+        expected = expected + logp.detach().exp() * torch.autograd.grad(loss, logits)[0]
+    kl = token_kl(logits, ref)
+    torch.testing.assert_close(expected, beta * torch.autograd.grad(kl.sum(), logits)[0])
+    assert token_kl(logits.detach() - expected, ref) < kl
+
+
+V, LENGTH = 4, 2  # the toy language: two tokens out of four
+
+
+def toy(seed, beta, sign=1.0, steps=600, B=512):
+    """PPO as in ppo.py, on a table of logits: token 1 from first [V], token 2 from second[token 1] [V]; a random
+    reference, and a random reward of each of the 16 texts. -> (pi [V, V], pi* = ref * exp(r / beta) / Z [V, V], and how
+    much of the way from the reference to pi* is made, in score - beta KL, whose best is beta log Z)."""
+    g = torch.Generator().manual_seed(seed)
+    ref_first, ref_second, reward = (
+        torch.randn(*size, generator=g, dtype=torch.float64) for size in ((V,), (V, V), (V, V))
+    )
+    first, second = ref_first.clone().requires_grad_(), ref_second.clone().requires_grad_()
+    values = torch.zeros(1 + V, dtype=torch.float64, requires_grad=True)  # before token 1, and after each token 1
+    optimizer = torch.optim.Adam([first, second, values], betas=(0.9, 0.99))
+    log_joint = lambda a, b: a.log_softmax(0)[:, None] + b.log_softmax(1)  # noqa: E731
+    target = log_joint(ref_first, ref_second) + reward / beta
+    mask, average = torch.ones(B, LENGTH), 0.0
+    for step in range(steps):
+        x = torch.multinomial(first.detach().softmax(0), B, True, generator=g)  # [B]
+        y = torch.multinomial(second.detach().softmax(1)[x], 1, generator=g)[:, 0]  # [B]
+        logps = lambda a, b: torch.stack([a.log_softmax(0)[x], b.log_softmax(1)[x, y]], 1)  # noqa: E731, B023
+        value = lambda: torch.stack([values[0].expand(B), values[1 + x]], 1)  # noqa: E731, B023
+        old, old_values, ref = logps(first, second).detach(), value().detach(), logps(ref_first, ref_second)
+        rewards = ppo.kl_penalised_rewards(reward[x, y], old, ref, mask, sign * beta)
+        advantages, returns = ppo.gae(rewards, old_values, mask)
+        advantages = ppo.whiten(advantages, mask)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (1 - step / steps)
+        for _ in range(2):
+            loss = ppo.policy_loss(logps(first, second), old, advantages, mask)[0]
+            loss = loss + 0.5 * ppo.value_loss(value(), old_values, returns, mask, clip=1e9)[0]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if step >= steps // 2:
+            average = average + log_joint(first, second).exp().detach() / (steps - steps // 2)
+    worth = lambda p: (p * (reward - beta * (p.log() - log_joint(ref_first, ref_second)))).sum()  # noqa: E731
+    start, best = worth(log_joint(ref_first, ref_second).exp()), beta * target.logsumexp((0, 1))
+    return average, (target - target.logsumexp((0, 1))).exp(), ((worth(average) - start) / (best - start)).item()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_optimum_is_the_reference_tilted_by_the_reward(seed):
+    """pi* = ref exp(r / beta) / Z: PPO gets within 2% of it, in every text's probability and in what it is after. With
+    the KL's sign flipped it does not."""
+    policy, best, reached = toy(seed, beta=1.0)
+    assert (policy - best).abs().max() < 0.02 and 0.98 < reached <= 1
+    policy, best, reached = toy(seed, beta=1.0, sign=-1.0)
+    assert (policy - best).abs().max() > 0.1 and reached < 0.5
+
+
+# ---- the loop
+
+
+def world(tmp_path, monkeypatch, seed, score=None, **options):
+    """ppo.py on digits: the prompt is two of them, right is the larger one, then stop. The reward model is either a real
+    one, with random weights, or replaced by `score`."""
+    monkeypatch.setattr(ppo, "get_tokenizer", lambda name: DIGITS)
+    monkeypatch.setattr(ppo, "accuracy_reward", lambda text, answer: float(text == answer))
+    monkeypatch.setattr(
+        DigitWorld, "gold_score", staticmethod(lambda problem, text: float(text == problem.answer)), raising=False
+    )
+    monkeypatch.setattr(ppo, "stories", DigitWorld)
+    torch.manual_seed(seed)
+    model = babbler(seed) if score else GPT(GPTConfig(7, 8, 1, 2, 32))
+    rewards = RewardModel(model.config)
+    for script, net, config in (("sft", model, {}), ("reward_model", rewards, {"ensemble": 1})):
+        checkpoint = dict(script=script, step=1, steps=1, config=config, tokenizer=common.fingerprint(DIGITS),
+                          model=net.state_dict(), model_config=dataclasses.asdict(model.config))  # fmt: skip
+        torch.save(checkpoint, tmp_path / f"{script}.pt")
+    if score:
+        monkeypatch.setattr(ppo, "score_responses", score)
+    options = {**dict(evaluate=36, samples=16, log_every=1000, eval_every=1000, save_every=1000), **options}
+    config = ppo.Config(seed=seed, out=str(tmp_path), device="cpu", init=str(tmp_path / "sft.pt"), max_new_tokens=4,
+                        reward_model=str(tmp_path / "reward_model.pt"), **options)  # fmt: skip
+    ppo.main(config)
+    lines = [json.loads(line) for line in (tmp_path / "ppo/metrics.jsonl").open()]
+    return lines, torch.load(tmp_path / "ppo.pt", weights_only=True)
+
+
+def exact(sign=1.0):
+    """Stands in for a reward model: 1 for the larger digit and then the end, else 0."""
+
+    def score(reward_model, rollout, rows, eos, config):
+        prompts = [
+            [t for t, real in zip(ids, mask) if real][:2]
+            for ids, mask in zip(rollout.ids[rows].tolist(), rollout.attention_mask[rows].tolist())
+        ]
+        said = [ids[:2] for ids in rollout.ids[rows, rollout.prompt_len :].tolist()]
+        return sign * torch.tensor([float(answer == [max(prompt), eos]) for prompt, answer in zip(prompts, said)])
+
+    return score
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("mutant", ["none", "reward's sign flipped", "score one token early"])
+def test_learning(tmp_path, monkeypatch, mutant, seed):
+    """The real loop raises the held-out accuracy from chance; with a classic mistake in it, it does not."""
+    sign, plain = -1.0 if mutant == "reward's sign flipped" else 1.0, ppo.kl_penalised_rewards
+
+    def early(scores, logp, ref_logp, mask, beta):  # what leads to the end is praised, the end itself is not
+        score = plain(scores, logp, ref_logp, mask, 0.0).roll(-1, 1) * mask
+        return score + plain(0 * scores, logp, ref_logp, mask, beta)
+
+    if mutant == "score one token early":
+        monkeypatch.setattr(ppo, "kl_penalised_rewards", early)
+    lines, _ = world(
+        tmp_path, monkeypatch, seed, exact(sign), steps=120, prompts=256, minibatches=1, lr=2e-3, value_lr=1e-2, beta=0.1, lam=0.95,
+    )  # fmt: skip
+    print(
+        f"{mutant}, seed {seed}: {lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}, KL {lines[-1]['held_out_kl']:.2f}"
+    )
+    assert lines[0]["accuracy"] < 0.15
+    if mutant == "none":
+        assert lines[-1]["accuracy"] > 0.5
+    else:
+        assert lines[-1]["accuracy"] < 0.25
+
+
+def test_the_first_ratio_is_exactly_one(tmp_path, monkeypatch):
+    first, plain = [], ppo.policy_loss
+
+    def look(logp, old_logp, *rest):
+        first.append(torch.equal(logp, old_logp))
+        return plain(logp, old_logp, *rest)
+
+    monkeypatch.setattr(ppo, "policy_loss", look)
+    world(tmp_path, monkeypatch, 0, steps=3, prompts=16, minibatches=2, micro_batch=3, epochs=2, lr=1e-2)
+    per_step = len(first) // 3
+    assert all(
+        all(first[i * per_step : i * per_step + 3]) for i in range(3)
+    )  # the first minibatch: 8 rows, 3 at a time
+    assert not any(first[i * per_step + 3] for i in range(3))
+
+
+def test_a_value_head_without_weight_does_not_touch_the_policy(tmp_path, monkeypatch):
+    """value_weight=0 gives, bit for bit, the policy of a run that has no value head."""
+    options = dict(steps=4, prompts=16, minibatches=2, value_weight=0.0, lr=1e-2)
+    with monkeypatch.context() as patch:
+        _, with_head = world(tmp_path, patch, 0, **options)
+
+    class NoHead(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+
+        def forward(self, hidden):
+            return hidden.new_zeros(hidden.shape[:-1])
+
+    (tmp_path / "b").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "ValueHead", NoHead)
+        _, without = world(tmp_path / "b", patch, 0, **options)
+    assert all(torch.equal(with_head["model"][name], without["model"][name]) for name in without["model"])
+    start = torch.load(tmp_path / "sft.pt", weights_only=True)["model"]
+    assert any(not torch.equal(without["model"][name], start[name]) for name in start)
