@@ -16,7 +16,37 @@ so that sum_t r_t is the score minus beta times an estimate of KL(policy || refe
 
 the advantages whitened over the tokens of the rollout, all means over tokens.
 
-    python ppo.py                        and before it out/base.pt, out/sft.pt, out/reward_model.pt if they are missing
+    python ppo.py            and before it out/base.pt, out/sft.pt and out/reward_model.pt if they are missing
+
+What to expect (defaults, two CPU cores): a minute and a half after the reward model is there; held-out accuracy from
+0.54 to 0.89 and mean length from 6 to 9 tokens, at less than one nat of KL. The reward model has learned that stories
+are worked out to their end, and the policy does it nearly always. What is missing to grpo.py's 0.97 are miscounted
+steps, which the reward model cannot see.
+
+What to look at, the gauge: `proxy` is what the reward model thinks of answers to held-out stories, 0 and 1 being the
+mean and the std of the SFT model's; `gold` (data/stories.py) is what they are worth, which nobody trains on. With a
+poor reward model and no leash they part (Gao et al. 2023, arXiv:2210.10760):
+
+    python reward_model.py --pairs 100 --init out/sft.pt --out few
+    python ppo.py --beta 0 --init out/sft.pt --out few           few/ppo/curves.png: both over sqrt(KL)
+
+proxy climbs to the end, gold until about step 10; then it falls far below the SFT model's, and few/ppo/samples.md shows
+what the reward model likes so much. `--stop-on-gold` keeps the best. `--refresh 10` has the judge compare what the
+policy says by then, and the reward model learns from it: rambling goes, but miscounting it still does not see.
+
+More columns: `reward` is the proxy of the rollout; `kl` is KL(policy || reference) of the rollout in nats per response,
+the k1 estimate, which may be negative by chance; `expl.var` is the share of the returns' variance that the critic
+explains, which starts at 0 as the values do.
+
+A response cut off at --max-new-tokens gets --missing-eos-score in place of its score, and nothing comes after it: its
+last value is not bootstrapped. The order is: rewards (whitened without shifting their mean, if at all), GAE, returns,
+then advantages whitened. A critic on a frozen copy of the trunk (the SFT model's, the reward model's) was measured and
+left out: it explained less of the variance (0.2 to 0.4 against 0.4 to 0.5) at the same accuracy.
+
+Sources: Ziegler et al. 2019 (arXiv:1909.08593); Stiennon et al. 2020 (arXiv:2009.01325); Ouyang et al. 2022
+(InstructGPT, arXiv:2203.02155), section 3.5 and eq. 2; Schulman et al. 2017 (PPO, arXiv:1707.06347) and 2016 (GAE,
+arXiv:1506.02438); Huang et al. 2024 (arXiv:2403.17031), the details. Deliberately left out: a critic of its own, an
+entropy bonus, several responses to a prompt (see grpo.py).
 """
 
 import copy
@@ -155,7 +185,7 @@ def policy_loss(logp, old_logp, advantages, mask, clip=0.2, dual_clip=None, deno
         rho = exp(logp - old_logp)          loss = mean of max(-rho A, -clip(rho, 1 - clip, 1 + clip) A)
 
     No gradient where A > 0 and rho > 1 + clip, or A < 0 and rho < 1 - clip; there is one to come back. dual_clip=c: the
-    loss is at most -c A where A < 0 (Ye et al. 2020, arXiv:1912.09729, eq. 5). stats, means over tokens:
+    loss is at most -c A where A < 0 (Ye et al. 2020, arXiv:1912.09729). stats, means over tokens:
     clip_fraction, approx_kl = (logp - old_logp)^2 / 2.
     """
     # zeros where nothing was sampled, at the input: what stands there may be infinite
@@ -174,8 +204,8 @@ def policy_loss(logp, old_logp, advantages, mask, clip=0.2, dual_clip=None, deno
 
 def value_loss(values, old_values, returns, mask, clip=0.2, denominator=None):
     """0.5 * mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), all [B, T] -> (scalar loss, stats). The
-    maximum: a value that has moved by more than `clip` gets no further in that direction (openai/baselines'
-    PPO2). stats: value_clip_fraction."""
+    maximum: a value that has moved by more than `clip` is drawn no further in that direction (Ziegler et al. 2019's
+    code). stats: value_clip_fraction."""
     values, old_values, returns = (torch.where(mask > 0, x, 0.0) for x in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
@@ -218,8 +248,8 @@ def explained_variance(values, returns, mask):
 
 def score_responses(reward_model, rollout, rows, eos, config):
     """What the reward model says of these rows of a rollout, [b]. A response without EOS, cut off by --max-new-tokens,
-    gets config.missing_eos_score in place of it (Ziegler et al. 2019; TRL takes something off instead): or never
-    to stop could pay."""
+    gets config.missing_eos_score in place of it (Huang et al. 2024; TRL takes something off instead): or never to stop
+    could pay."""
     scores = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
     response, mask = rollout.ids[rows, rollout.prompt_len :], rollout.mask[rows]  # [b, T] each
     ended = ((response == eos) & (mask > 0)).any(1)
@@ -440,8 +470,9 @@ def main(config):
                 explained_variance=explained, lr=config.lr * schedule, tokens_per_second=tokens / busy, **stats, **found,
             )  # fmt: skip
             tokens, busy = 0, 0.0
-        save(step, config.save_every, best)
-        if config.stop_on_gold and evaluate and not best and len(golds) - golds.index(max(golds)) >= 3:
+        stop = config.stop_on_gold and evaluate and not best and len(golds) - golds.index(max(golds)) >= 3
+        save(step, 1 if stop else config.save_every, best)
+        if stop:
             print(f"stopped at step {step}: three evaluations without a better gold score than {max(golds):.3f}")
             break
 

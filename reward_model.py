@@ -114,7 +114,7 @@ def gain_and_bias(rewards):
 
 def combine(rewards, how="mean"):
     """One reward from those of an ensemble, [k, B] -> [B]: "mean"; "min", the most sceptical member (Coste et al.
-    2023, arXiv:2310.02743, eq. 2); "mean-std", the mean less the members' disagreement, with divisor k."""
+    2023, arXiv:2310.02743); "mean-std", the mean less the members' disagreement, with divisor k."""
     if how == "mean":
         return rewards.mean(0)
     if how == "min":
@@ -330,32 +330,38 @@ def main(config):
     policy.to(config.device).requires_grad_(False)
 
     # 1. Comparisons to train on, and others, of other prompts, to see what was learned
-    rows, other_rows, equal = [], [], 0
+    equal = 0
     if config.data:
         rows = read_preferences(config.data)
         prompts = sorted({row["prompt"] for row in rows})
         others = set(random.Random(common.seed_of("split", config.seed)).sample(prompts, max(1, len(prompts) // 10)))
-        rows, other_rows = ([r for r in rows if (r["prompt"] in others) == held_out] for held_out in (False, True))
-        other_rows = other_rows[: config.evaluate]
+        other_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
+        rows = [row for row in rows if row["prompt"] not in others]
+        prompts = [prompt for prompt in prompts if prompt not in others]
     else:
         training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
         require_room(policy, tokenizer, training, config.max_new_tokens)
-        noise = config.noise if config.judge == "noisy" else 0.0
-        for held_out, count in ((False, config.pairs), (True, config.evaluate)):
-            name = ("held out" if held_out else "pairs", config.seed)
+        prompts = [problem.prompt for problem in training]
+
+        def judged(count, held_out):
+            name, noise = ("held out" if held_out else "pairs", config.seed), config.noise * (config.judge == "noisy")
             generator = common.generator(config.device, *name)
-            found, dropped = sample_preferences(
+            return sample_preferences(
                 policy, tokenizer, count, config.samples, noise, common.seed_of(*name), config.max_new_tokens,
                 generator, held_out,
             )  # fmt: skip
-            if held_out:
-                other_rows = found
-            else:
-                rows, equal = found, dropped
+
+        (rows, equal), (other_rows, _) = judged(config.pairs, held_out=False), judged(config.evaluate, held_out=True)
     elements, dropped = comparisons(rows, tokenizer, policy.config.context)
     held_out, _ = comparisons(other_rows, tokenizer, policy.config.context)
-    if not elements or not held_out:
-        raise SystemExit(f"{config.data}: too few comparisons to train on some prompts and to test on others")
+    room = policy.config.context - config.max_new_tokens
+    reference_prompts = [p for p in map(tokenizer.encode_ordinary, prompts) if 0 < len(p) <= room][:512]
+    if not elements or not held_out or not reference_prompts:
+        raise SystemExit(
+            f"{config.data or 'samples of ' + init}: nothing to learn from: {len(elements)} prompts with comparisons to "
+            f"train on, {len(held_out)} to test on, {len(reference_prompts)} with room for --max-new-tokens "
+            f"{config.max_new_tokens} in the context of {policy.config.context}"
+        )
     pairs, held_out_pairs = (sum(len(element.chosen) for element in part) for part in (elements, held_out))
     print(
         f"{pairs} pairs of responses to {len(elements)} prompts, and {held_out_pairs} held out; dropped "
@@ -405,18 +411,8 @@ def main(config):
         # 4. After the last one, rewards of mean 0 and std 1 on the SFT model's responses; log and checkpoint
         measure, last = step % config.eval_every == 0, step == config.steps
         if last:
-            prompts = [tokenizer.encode_ordinary(row["prompt"]) for row in rows]
-            prompts = [
-                p for p in dict.fromkeys(map(tuple, prompts)) if len(p) + config.max_new_tokens <= policy.config.context
-            ]
-            normalise(
-                model,
-                policy,
-                prompts[:512],
-                config.max_new_tokens,
-                tokenizer.eot_token,
-                common.generator(config.device, "normalise", config.seed),
-            )
+            generator = common.generator(config.device, "normalise", config.seed)
+            normalise(model, policy, reference_prompts, config.max_new_tokens, tokenizer.eot_token, generator)
         if measure or last or step % config.log_every == 0:
             found = held_out_scores(step) if measure or last else {}
             run.log(

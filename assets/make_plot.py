@@ -1,4 +1,8 @@
-"""The README's picture and table, from finished runs: python assets/make_plot.py out0 out1 out2 (the folders given as --out)."""
+"""The README's pictures and tables, from finished runs (the folders given as --out):
+
+python assets/make_plot.py grpo out0 out1 out2
+python assets/make_plot.py ppo few0 few1 few2 -- out0 out1 out2        100 pairs and --beta 0; the defaults
+"""
 
 import json
 import sys
@@ -9,26 +13,57 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+
+def measured_lines(folder, script):
+    """All lines of a run's metrics, and those with a held-out evaluation."""
+    lines = [json.loads(line) for line in Path(folder, script, "metrics.jsonl").open()]
+    return lines, [line for line in lines if "accuracy" in line]
+
+
+def grpo(axes, folders):
+    print("| folder | accuracy | pass@64 | mean length |\n|---|---|---|---|")
+    for folder in folders:
+        lines, measured = measured_lines(folder, "grpo")
+        steps, trained = [line["step"] for line in measured], [line for line in lines if "reward" in line]
+        (curve,) = axes[0].plot(steps, [line["accuracy"] for line in measured], marker="o", markersize=3, label=folder)
+        axes[0].plot(
+            [line["step"] for line in trained], [line["reward"] for line in trained], color=curve.get_color(), alpha=0.3
+        )
+        axes[1].plot([line["step"] for line in lines], [line["length"] for line in lines], label=folder)
+        # before training, length is held out
+        lengths = [line.get("held_out_length", line["length"]) for line in measured]
+        cells = [f"{measured[0][key]:.3f} → {measured[-1][key]:.3f}" for key in ("accuracy", "pass@64")]
+        print(f"| {folder} | " + " | ".join(cells) + f" | {lengths[0]:.1f} → {lengths[-1]:.1f} |")
+    axes[0].set(title="accuracy: held out (dots), in training (pale)", xlabel="GRPO step", ylim=(0, 1))
+    axes[1].set(title="mean response length (tokens)", xlabel="GRPO step", ylim=(0, None))
+    axes[0].legend(loc="lower right")
+
+
+def ppo(axes, folders):
+    cut = folders.index("--")
+    print("| folder | proxy | gold, best | gold | accuracy | KL |\n|---|---|---|---|---|---|")
+    titles = "100 comparisons, no leash", "4000 comparisons, beta 0.3"
+    for axis, title, group in zip(axes, titles, (folders[:cut], folders[cut + 1 :])):
+        for folder in group:
+            _, measured = measured_lines(folder, "ppo")
+            x = [line["sqrt_kl"] for line in measured]
+            (curve,) = axis.plot(x, [line["gold"] for line in measured], marker="o", markersize=3, label=folder)
+            proxy = [line["held_out_reward"] for line in measured]
+            axis.plot(x, proxy, marker=".", markersize=3, linestyle="--", color=curve.get_color())
+            best = max(measured, key=lambda line: line["gold"])
+            first, last = measured[0], measured[-1]
+            print(
+                f"| {folder} | {first['held_out_reward']:+.2f} → {last['held_out_reward']:+.2f} | {best['gold']:.2f} at "
+                f"step {best['step']} | {first['gold']:.2f} → {last['gold']:.2f} | {first['accuracy']:.3f} → "
+                f"{last['accuracy']:.3f} | {last['held_out_kl']:.1f} |"
+            )
+        axis.set(title=f"{title}: gold (solid), proxy (dashed)", xlabel="square root of KL(policy || reference)")
+        axis.legend(loc="center right")
+    axes[1].sharey(axes[0])
+
+
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-print("| folder | accuracy | pass@64 | mean length |\n|---|---|---|---|")
-for folder in sys.argv[1:]:
-    lines = [json.loads(line) for line in Path(folder, "grpo/metrics.jsonl").open()]
-    measured = [line for line in lines if "accuracy" in line]
-    steps, trained = [line["step"] for line in measured], [line for line in lines if "reward" in line]
-    (curve,) = axes[0].plot(steps, [line["accuracy"] for line in measured], marker="o", markersize=3, label=folder)
-    axes[0].plot(
-        [line["step"] for line in trained], [line["reward"] for line in trained], color=curve.get_color(), alpha=0.3
-    )
-    axes[1].plot([line["step"] for line in lines], [line["length"] for line in lines], label=folder)
-    lengths = [line.get("held_out_length", line["length"]) for line in measured]  # before training, length is held out
-    first, last = measured[0], measured[-1]
-    cells = [f"{first[key]:.3f} → {last[key]:.3f}" for key in ("accuracy", "pass@64")] + [
-        f"{first['length']:.1f} → {last['length']:.1f}"
-    ]
-    print(f"| {folder} | " + " | ".join(cells) + " |")
-axes[0].set(title="accuracy: held out (dots), in training (pale)", xlabel="GRPO step", ylim=(0, 1))
-axes[1].set(title="mean response length (tokens)", xlabel="GRPO step", ylim=(0, None))
+{"grpo": grpo, "ppo": ppo}[sys.argv[1]](axes, sys.argv[2:])
 for axis in axes:
     axis.grid(alpha=0.3)
-axes[0].legend(loc="lower right")
-figure.savefig(Path(__file__).with_name("grpo.png"), dpi=110)
+figure.savefig(Path(__file__).with_name(f"{sys.argv[1]}.png"), dpi=110)

@@ -363,3 +363,55 @@ def test_a_value_head_without_weight_does_not_touch_the_policy(tmp_path, monkeyp
     assert all(torch.equal(with_head["model"][name], without["model"][name]) for name in without["model"])
     start = torch.load(tmp_path / "sft.pt", weights_only=True)["model"]
     assert any(not torch.equal(without["model"][name], start[name]) for name in start)
+
+
+def test_the_pretraining_mix_is_the_token_mean_over_documents(tmp_path, monkeypatch):
+    """PPO-ptx: at the first update its loss is that of the initial model, and then it falls; all else being worthless."""
+    documents = [("01", "2"), ("34", "")]
+    monkeypatch.setattr(
+        DigitWorld, "base_document", staticmethod(lambda rng: documents[rng.randrange(2)]), raising=False
+    )
+    worthless = lambda reward_model, rollout, rows, eos, config: torch.zeros(len(rows))  # noqa: E731
+    lines, _ = world(tmp_path, monkeypatch, 0, worthless, steps=30, prompts=8, minibatches=1, log_every=1, ptx=1.0, lr=3e-3)  # fmt: skip
+    model = babbler(0)
+    rng, nll = random.Random(common.seed_of("ptx", 0, 1, 0)), []
+    for _ in range(32):
+        ids = torch.tensor([[int(c) for c in "".join(documents[rng.randrange(2)])] + [DIGITS.eot_token]])
+        logp = model(ids[:, :-1]).log_softmax(-1).gather(2, ids[:, 1:, None])
+        nll += (-logp).flatten().tolist()
+    assert lines[1]["ptx_loss"] == pytest.approx(sum(nll) / len(nll), abs=1e-5)
+    assert lines[-1]["ptx_loss"] < 0.6 * lines[1]["ptx_loss"]
+    assert lines[1]["loss"] == pytest.approx(lines[1]["ptx_loss"], abs=1e-4)  # the other two are 0: no reward, no KL
+
+
+def test_updates_stop_once_the_policy_has_moved_too_far(tmp_path, monkeypatch):
+    calls, plain = [], ppo.policy_loss
+    monkeypatch.setattr(ppo, "policy_loss", lambda *args: calls.append(1) or plain(*args))
+    for stop_kl, updates in ((0.0, 3), (1e-9, 2)):  # of the second minibatch the ratio is not 1 any more
+        calls.clear()
+        world(tmp_path, monkeypatch, 0, steps=2, prompts=9, minibatches=3, stop_kl=stop_kl, lr=1e-2)
+        assert len(calls) == 2 * updates
+
+
+def test_the_leash_adapts(tmp_path, monkeypatch):
+    lines, checkpoint = world(tmp_path, monkeypatch, 0, exact(), steps=30, prompts=64, kl_target=0.01, kl_horizon=1000.0, log_every=1)  # fmt: skip
+    leash = ppo.AdaptiveKL(0.3, 0.01, 1000.0)
+    betas = [line["beta"] for line in lines[1:]]
+    assert betas == [leash.update(line["kl"], 64) for line in lines[1:]]
+    assert checkpoint["beta"] == betas[-1] and len(set(betas)) > 20
+
+
+def test_the_best_by_gold_is_kept(tmp_path, monkeypatch):
+    """A policy that is soon pushed away from what is right: the best one is an early one, and the run ends early."""
+    calls, right, wrong = [], exact(), exact(-1.0)
+
+    def turning(reward_model, rollout, rows, eos, config):
+        calls.append(1)
+        return (right if len(calls) < 120 else wrong)(reward_model, rollout, rows, eos, config)
+
+    lines, last = world(tmp_path, monkeypatch, 0, turning, steps=60, prompts=64, eval_every=1, stop_on_gold=True, lr=1e-2, beta=0.0)  # fmt: skip
+    measured = [line for line in lines if "gold" in line]
+    best = max(measured, key=lambda line: line["gold"])
+    assert last["step"] == lines[-1]["step"] < 60 and lines[-1]["step"] - best["step"] == 3
+    assert best["gold"] > measured[0]["gold"] and best["step"] > 0
+    assert torch.load(tmp_path / "ppo/best.pt", weights_only=True)["step"] == best["step"]
