@@ -393,11 +393,10 @@ def main(config):
                     f"rejected `{row['rejected'].strip()}` {rejected:+.2f}"
                 )
         run.sample(step, "\n".join(lines))
-        return found
+        return {key: found[key] for key in ("preference_accuracy", "gold_accuracy")}
 
     if not config.resume:
-        found = held_out_scores(0)
-        run.log(0, preference_accuracy=found["preference_accuracy"], gold_accuracy=found["gold_accuracy"])
+        run.log(0, **held_out_scores(0))
         run.save(0, model, optimizer)
 
     while step < config.steps:
@@ -414,31 +413,22 @@ def main(config):
             generator = common.generator(config.device, "normalise", config.seed)
             normalise(model, policy, reference_prompts, config.max_new_tokens, tokenizer.eot_token, generator)
         if measure or last or step % config.log_every == 0:
-            found = held_out_scores(step) if measure or last else {}
-            run.log(
-                step,
-                **stats,
-                lr=lr,
-                preference_accuracy=found.get("preference_accuracy"),
-                gold_accuracy=found.get("gold_accuracy"),
-            )
+            run.log(step, **stats, lr=lr, **(held_out_scores(step) if measure or last else {}))
         run.save(step, model, optimizer, config.save_every)
 
     # 5. What it learned
     run.plot("loss", "margin", "preference_accuracy", "gold_accuracy")
-    found = assess(model, held_out)
-    gold = torch.tensor([g for element in held_out for g in element.gold])
+    found, gold = assess(model, held_out), torch.tensor([g for element in held_out for g in element.gold])
+    seconds = run.metrics()[-1]["seconds"]
     print(
-        f"""
-{run.path}: {config.steps} steps on {pairs} pairs in {run.metrics()[-1]["seconds"]:.0f} seconds. On {held_out_pairs} held-out pairs:
-  sides with the judge in {found["preference_accuracy"]:.1%}""",
-        end="",
+        f"\n{run.path}: {config.steps} steps on {pairs} pairs in {seconds:.0f} seconds. On {held_out_pairs} held-out pairs:"
     )
+    print(f"  sides with the judge in       {found['preference_accuracy']:.1%}")
     if not gold.isnan().any():
-        ceiling = ((gold > 0).float() + 0.5 * (gold == 0)).mean().item()
-        print(f""" (the judge sides with the gold score in {ceiling:.1%}: the ceiling)
-  sides with the gold score in {found["gold_accuracy"]:.1%}""")
-    print("\n  how sure it is   pairs   it says   the judge agrees")
+        ceiling = ((gold > 0).float() + 0.5 * (gold == 0)).mean().item()  # of equal gold scores, half by chance
+        print(f"  the judge sides with gold in  {ceiling:.1%}   the ceiling: nobody can side with the judge more often")
+        print(f"  sides with the gold score in  {found['gold_accuracy']:.1%}")
+    print("  how sure it is   pairs   it says   the judge agrees")
     for low, high, n, said, seen in reliability(found["difference"]):
         print(f"    {low:4.0%} to {high:4.0%} {n:>8}{said:>9.1%}{seen:>15.1%}")
     print("next: python ppo.py")

@@ -82,11 +82,9 @@ def read_preferences(path):
                         sys.exit(f'{path}, line {number}: "{key}" is missing, empty, or not a string')
                 for key, (low, high) in OPTIONAL.items():
                     value = row.get(key)
-                    if value is not None and (
-                        isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high
-                    ):
+                    if value is not None and not (type(value) in (int, float) and low <= value <= high):
                         sys.exit(f'{path}, line {number}: "{key}" is {value!r}, must be a number from {low} to {high}')
-                rows.append(row)
+                rows.append({key: value for key, value in row.items() if value is not None})
     except OSError as problem:
         sys.exit(f"{path}: {problem.strerror}")
     except UnicodeDecodeError as problem:
