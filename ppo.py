@@ -281,9 +281,7 @@ def main(config):
     held_out = stories.held_out_problems(config.evaluate)
     training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
     require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
-    columns = (
-        "reward held_out_reward gold accuracy length kl entropy explained_variance clip_fraction tokens_per_second"
-    )
+    columns = "reward held_out_reward gold accuracy length kl entropy explained_variance approx_kl clip_fraction"
     run = common.Run("ppo", config, tokenizer, columns, init, judge)
     start = run.restore(policy, optimizer)
     leash = AdaptiveKL(config.beta, config.kl_target, config.kl_horizon)

@@ -18,7 +18,7 @@ import gpt
 import ppo
 from gpt import GPT, GPTConfig
 from kernels import token_kl
-from reward_model import RewardModel
+from reward_model import RewardModel, comparisons, pair_rewards
 
 
 def random_batch(seed, B=5, T=6):
@@ -262,7 +262,7 @@ def test_the_optimum_is_the_reference_tilted_by_the_reward(seed):
 # ---- the loop
 
 
-def world(tmp_path, monkeypatch, seed, score=None, **options):
+def world(tmp_path, monkeypatch, seed, score=None, ensemble=1, **options):
     """ppo.py on digits: the prompt is two of them, right is the larger one, then stop. The reward model is either a real
     one, with random weights, or replaced by `score`."""
     monkeypatch.setattr(ppo, "get_tokenizer", lambda name: DIGITS)
@@ -273,8 +273,8 @@ def world(tmp_path, monkeypatch, seed, score=None, **options):
     monkeypatch.setattr(ppo, "stories", DigitWorld)
     torch.manual_seed(seed)
     model = babbler(seed) if score else GPT(GPTConfig(7, 8, 1, 2, 32))
-    rewards = RewardModel(model.config)
-    for script, net, config in (("sft", model, {}), ("reward_model", rewards, {"ensemble": 1})):
+    rewards = RewardModel(model.config, ensemble)
+    for script, net, config in (("sft", model, {}), ("reward_model", rewards, {"ensemble": ensemble})):
         checkpoint = dict(script=script, step=1, steps=1, config=config, tokenizer=common.fingerprint(DIGITS),
                           model=net.state_dict(), model_config=dataclasses.asdict(model.config))  # fmt: skip
         torch.save(checkpoint, tmp_path / f"{script}.pt")
@@ -323,8 +323,125 @@ def test_learning(tmp_path, monkeypatch, mutant, seed):
     assert lines[0]["accuracy"] < 0.15
     if mutant == "none":
         assert lines[-1]["accuracy"] > 0.5
+        # a policy that always says what is right is log 1 / ref(right) nats away, and this one nearly is
+        ids = torch.tensor([[*map(int, pair.prompt), int(pair.answer), 6] for pair in DigitWorld.held_out_problems(36)])
+        logp = babbler(seed)(ids[:, :-1]).log_softmax(-1).gather(2, ids[:, 1:, None])[:, 1:].sum((1, 2))
+        assert lines[-1]["held_out_kl"] == pytest.approx(-logp.mean().item(), rel=0.1)
     else:
         assert lines[-1]["accuracy"] < 0.25
+
+
+def test_the_loop_is_the_textbook(tmp_path, monkeypatch):
+    """Two steps of ppo.py's loop, with every switch away from its default, against the formulas written out token by
+    token, in float64: the same weights."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # the sampler's log-probabilities too
+    torch.set_default_dtype(torch.float64)
+    try:
+        o = dict(steps=2, prompts=6, minibatches=2, epochs=2, micro_batch=2, temperature=0.7, gamma=0.9, lam=0.8, beta=0.2,
+                 whiten_rewards=True, clip=0.02, dual_clip=1.05, clip_value=0.005, value_weight=0.5, lr=1e-2, value_lr=3e-2,
+                 warmup=2, max_grad_norm=0.3, missing_eos_score=-2.0, combine="min")  # fmt: skip
+        lines, checkpoint = world(tmp_path, monkeypatch, 0, ensemble=2, log_every=1, **o)
+        load = lambda name: torch.load(tmp_path / f"{name}.pt", weights_only=True)  # noqa: E731
+        policy, reference, rewarder = (
+            GPT(GPTConfig(7, 8, 1, 2, 32)),
+            GPT(GPTConfig(7, 8, 1, 2, 32)),
+            RewardModel(GPTConfig(7, 8, 1, 2, 32), 2),
+        )
+        policy.load_state_dict(load("sft")["model"])
+        reference.load_state_dict(load("sft")["model"])
+        rewarder.load_state_dict(load("reward_model")["model"])
+        w, b = torch.zeros(32, requires_grad=True), torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.AdamW(
+            [dict(params=policy.parameters()), dict(params=[w, b])], betas=(0.9, 0.99), weight_decay=0.0
+        )
+
+        def logps_and_values(model, text, P):
+            hidden = model.hidden(text[None])[0, P - 1 : -1]  # what predicts the response
+            logp = (hidden @ model.wte.weight[:7].T / o["temperature"]).log_softmax(-1)
+            return logp[torch.arange(len(hidden)), text[P:]], hidden @ w + b
+
+        for step in (1, 2):
+            rng = random.Random(common.seed_of("problems", 0, step))
+            prompts = [DIGITS.encode(DigitWorld.make_problem(rng).prompt) for _ in range(6)]
+            rollout = policy.generate(prompts, 4, 0.7, eos=6, generator=common.generator("cpu", "sampling", 0, step))
+            texts = [
+                torch.tensor(p + rollout.ids[i, 2:][: rollout.mask[i].sum()].tolist()) for i, p in enumerate(prompts)
+            ]
+            with torch.no_grad():
+                old = [logps_and_values(policy, text, 2) for text in texts]
+                ref = [logps_and_values(reference, text, 2)[0] for text in texts]
+                scores = [
+                    min(rewarder.heads[k](rewarder.trunks[k].hidden(text[None])[0, -1]).item() for k in range(2))
+                    for text in texts
+                ]
+            scores = [score if text[-1] == 6 else -2.0 for score, text in zip(scores, texts)]
+            assert lines[step]["reward"] == pytest.approx(sum(scores) / 6)
+            assert lines[step]["kl"] == pytest.approx(sum((a - r).sum().item() for (a, _), r in zip(old, ref)) / 6)
+            rewards = [-0.2 * (logp - r) for (logp, _), r in zip(old, ref)]
+            for r, score in zip(rewards, scores):
+                r[-1] += score
+            every = torch.cat(rewards)
+            rewards = [(r - every.mean()) / (every.var(correction=0) + 1e-8).sqrt() + every.mean() for r in rewards]
+            advantages = []
+            for r, (_, V) in zip(rewards, old):
+                after = torch.cat([V[1:], torch.zeros(1)])
+                delta = r + 0.9 * after - V
+                advantages.append(
+                    torch.stack([sum((0.9 * 0.8) ** j * d for j, d in enumerate(delta[t:])) for t in range(len(r))])
+                )
+            returns = [A + V for A, (_, V) in zip(advantages, old)]
+            every = torch.cat(advantages)
+            advantages = [(A - every.mean()) / (every.var(correction=0) + 1e-8).sqrt() for A in advantages]
+            order = torch.randperm(6, generator=common.generator("cpu", "minibatches", 0, step)).tolist()
+            for minibatch in (order[:3], order[3:], order[:3], order[3:]):
+                losses = []
+                for i in minibatch:
+                    logp, V = logps_and_values(policy, texts[i], 2)
+                    for t, A in enumerate(advantages[i].tolist()):
+                        rho, R, V_old = (logp[t] - old[i][0][t]).exp(), returns[i][t], old[i][1][t]
+                        loss = torch.maximum(-rho * A, -rho.clamp(0.98, 1.02) * A)
+                        loss = torch.minimum(loss, torch.tensor(-1.05 * A)) if A < 0 else loss
+                        near = V_old + (V[t] - V_old).clamp(-0.005, 0.005)
+                        losses.append(loss + 0.5 * 0.5 * torch.maximum((V[t] - R) ** 2, (near - R) ** 2))
+                optimizer.zero_grad()
+                torch.stack(losses).mean().backward()
+                torch.nn.utils.clip_grad_norm_([*policy.parameters(), w, b], 0.3)
+                for group, lr in zip(optimizer.param_groups, (1e-2, 3e-2)):
+                    group["lr"] = lr * (0.5 if step == 1 else 1.0) * (1.0 if step == 1 else 0.5)
+                optimizer.step()
+        assert lines[2]["clip_fraction"] > 0.1 and lines[2]["value_clip_fraction"] > 0.1  # the clips were at work
+        for name, weight in policy.state_dict().items():
+            torch.testing.assert_close(checkpoint["model"][name], weight, rtol=1e-7, atol=1e-10)
+        torch.testing.assert_close(checkpoint["value_head"]["weight"][0], w.detach(), rtol=1e-7, atol=1e-10)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_lesson_teaches_the_reward_model_and_keeps_its_scale(tmp_path, monkeypatch):
+    """--refresh: the reward model agrees more with the judge's fresh comparisons, and the reference's responses still
+    have rewards of mean 0 and std 1."""
+    rows = [
+        dict(prompt=f"{a}{b}", chosen=str(max(a, b)), rejected=str(min(a, b)))
+        for a in range(6)
+        for b in range(6)
+        if a != b
+    ]
+    asked = []
+    monkeypatch.setattr(ppo, "sample_preferences", lambda policy, tokenizer, *args: asked.append(args[:3]) or (rows, 0))
+    _, checkpoint = world(tmp_path, monkeypatch, 0, steps=5, prompts=16, lr=1e-2, refresh=2, refresh_pairs=30)
+    assert asked == [(30, 4, 1.5)] * 2  # before steps 3 and 5; samples and noise of the reward model's own training
+    before, after = (RewardModel(GPTConfig(7, 8, 1, 2, 32)) for _ in range(2))
+    before.load_state_dict(torch.load(tmp_path / "reward_model.pt", weights_only=True)["model"])
+    after.load_state_dict(checkpoint["reward_model"])
+    elements, _ = comparisons(rows, DIGITS, 8)
+    margins = [torch.stack(pair_rewards(model, 0, elements)).diff(dim=0).mean().item() for model in (before, after)]
+    assert margins[1] < margins[0] - 0.001  # rejected - chosen
+    reference = GPT(GPTConfig(7, 8, 1, 2, 32))
+    reference.load_state_dict(torch.load(tmp_path / "sft.pt", weights_only=True)["model"])
+    prompts = [DIGITS.encode(DigitWorld.make_problem(random.Random(i)).prompt) for i in range(500)]
+    rollout = reference.generate(prompts, 4, eos=6, generator=common.generator("cpu", "normalise", "refresh", 0, 5))
+    rewards = after(rollout.ids, rollout.attention_mask)
+    assert rewards.mean().item() == pytest.approx(0, abs=1e-3) and rewards.std().item() == pytest.approx(1, abs=1e-2)
 
 
 def test_the_first_ratio_is_exactly_one(tmp_path, monkeypatch):

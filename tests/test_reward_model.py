@@ -270,6 +270,48 @@ def test_gsm8k_solutions_become_pairs():
     assert all(marked[row["prompt"], row["chosen"]] and not marked[row["prompt"], row["rejected"]] for row in rows)
 
 
+def test_what_is_assessed(model, monkeypatch):
+    """The members' mean decides; a tie is no agreement; equal or unknown gold scores do not count."""
+    chosen = {0: [3.0, 0.0, 1.0, 0.0], 1: [-1.0, 0.0, 1.0, -3.0]}
+    rewards = lambda model, k, elements: (torch.tensor(chosen[k]), torch.zeros(4))  # noqa: E731
+    monkeypatch.setattr(reward_model, "pair_rewards", rewards)
+    element = Comparisons([[1, 2], [1, 3]], [0] * 4, [1] * 4, [1.0] * 4, [0.0] * 4, [2.0, -1.0, 0.0, -1.0])
+    found = reward_model.assess(model, [element])
+    assert found["difference"].tolist() == [1.0, 0.0, 1.0, -1.5] and found["preference_accuracy"] == 0.5
+    assert found["gold_accuracy"] == pytest.approx(2 / 3)  # right, tie, not counted, right
+
+
+def test_the_script_trains_on_training_stories_and_tests_on_held_out_ones(tmp_path, monkeypatch, capsys):
+    calls, (start, made) = [], (random.Random(0), [])
+    for gold in [1.0] * 20 + [1.0, 1.0, 0.0, -1.0]:
+        problem = stories.make_problem(start)
+        made.append(dict(prompt=problem.prompt, chosen=f" #### {len(made)}", rejected=" -> 1", gold=gold))
+
+    def sampled(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out):
+        calls.append((pairs, samples, noise, held_out))
+        return (made[20:], 7) if held_out else (made[:20], 5)
+
+    monkeypatch.setattr(reward_model, "sample_preferences", sampled)
+    options = dict(pairs=20, samples=3, evaluate=4, data="")
+    for judge, noise in (("gold", 0.0), ("noisy", 1.5)):
+        reward_run(tmp_path, 0, judge=judge, **options)
+        assert calls == [(20, 3, noise, False), (4, 3, noise, True)]
+        calls.clear()
+    written = [json.loads(line) for line in (tmp_path / "reward_model/preferences.jsonl").open()]
+    out = capsys.readouterr().out
+    assert written == made[:20] and "dropped 5 pairs of equal texts" in out
+    assert "20 pairs of responses to 20 prompts, and 4 held out" in out and "sides with gold in  62.5%" in out
+
+
+def test_prompts_of_a_file_are_on_one_side_only(tmp_path, capsys):
+    """A tenth of the prompts, with all their pairs, is held out."""
+    rows = [dict(prompt=f"{i % 30} buttons.", chosen=f" #### {i}", rejected=" -> 1") for i in range(90)]
+    preferences.write_preferences(tmp_path / "mine.jsonl", rows)
+    reward_run(tmp_path, 0, data=str(tmp_path / "mine.jsonl"))
+    assert "81 pairs of responses to 27 prompts, and 9 held out" in capsys.readouterr().out
+    assert not (tmp_path / "reward_model/preferences.jsonl").exists()  # they have theirs
+
+
 # ---- learning, by the real loop, from a file
 
 
@@ -288,9 +330,10 @@ def reward_run(tmp_path, seed, flip=False, **options):
         chosen, rejected = reversed(pair) if flip else pair
         rows.append(dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=-1.0 if flip else 1.0))
     preferences.write_preferences(tmp_path / "pairs.jsonl", rows)
+    options = {"data": str(tmp_path / "pairs.jsonl"), **options}
     config = reward_model.Config(
-        seed=seed, out=str(tmp_path), device="cpu", init=str(tmp_path / "init.pt"), data=str(tmp_path / "pairs.jsonl"), lr=3e-3, **options,
-    )  # fmt: skip
+        seed=seed, out=str(tmp_path), device="cpu", init=str(tmp_path / "init.pt"), lr=3e-3, **options
+    )
     reward_model.main(config)
     return [json.loads(line) for line in (tmp_path / "reward_model/metrics.jsonl").open()]
 

@@ -290,6 +290,36 @@ def test_the_reference_of_a_resumed_run_is_the_same(chain, tmp_path):
     stops(lambda: main(module, out, resume=True, **options), out / "sft.pt", "has changed")
 
 
+def test_the_reward_model_of_a_resumed_run_is_the_same(chain, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    module, options = TINY["ppo"]
+    checkpoint = torch.load(out / "reward_model.pt", weights_only=True)
+    torch.save({**checkpoint, "step": 7}, out / "reward_model.pt")
+    stops(lambda: main(module, out, resume=True, **options), out / "reward_model.pt", "has changed")
+
+
+def test_the_comparisons_of_a_resumed_run_are_the_same(chain, tmp_path):
+    out, data = start_from(chain, tmp_path / "run", "reward_model"), tmp_path / "pairs.jsonl"
+    rows = [json.dumps(dict(prompt=f"{i}", chosen="a", rejected="b")) for i in range(40)]
+    data.write_text("\n".join(rows))
+    module, options = TINY["reward_model"]
+    main(module, out, data=str(data), **options)
+    data.write_text("\n".join(rows[1:]))
+    stops(lambda: main(module, out, data=str(data), resume=True, **{**options, "steps": 8}), data, "has changed")
+
+
+def test_a_reward_model_is_no_language_model(chain, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    reward, language = str(out / "reward_model.pt"), str(out / "sft.pt")
+    for script in ("sft", "reward_model", "ppo", "grpo"):
+        module, options = TINY[script]
+        stops(lambda: main(module, out, init=reward, **options), reward, "not a language model")  # noqa: B023
+    module, options = TINY["ppo"]
+    stops(lambda: main(module, out, reward_model=language, **options), language, "not a reward model")
+
+
 def test_a_start_that_fails_displaces_nothing(chain, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(chain, out)
