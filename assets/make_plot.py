@@ -57,8 +57,11 @@ def ppo(axes, folders):
                 f"step {best['step']} | {first['gold']:.2f} → {last['gold']:.2f} | {first['accuracy']:.3f} → "
                 f"{last['accuracy']:.3f} | {last['held_out_kl']:.1f} |"
             )
-        axis.set(title=f"{title}: gold (solid), proxy (dashed)", xlabel="square root of KL(policy || reference)")
-        axis.legend(loc="center right")
+        axis.set(
+            title=title, xlabel="square root of KL(policy || reference)", ylabel="gold score (solid), proxy (dashed)"
+        )
+        axis.legend(loc="upper right")
+    axes[1].sharex(axes[0])
     axes[1].sharey(axes[0])
 
 
