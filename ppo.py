@@ -1,6 +1,6 @@
 """Stage 3b, RLHF: PPO on a learned reward, with a leash to the reference.
 
-Four models. The policy answers. A value head on the policy's trunk predicts, at every token, the reward still to come.
+Four roles. The policy answers. A value head on the policy's trunk predicts, at every token, the reward still to come.
 The reward model (reward_model.py, frozen) scores whole responses. The reference, the SFT model (frozen), holds the
 leash: the reward of token t is
 
@@ -10,43 +10,44 @@ so that sum_t r_t is the score minus beta times an estimate of KL(policy || refe
 
     delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lam A_{t+1}         R_t = A_t + V_t      (GAE)
     rho_t   = pi(token_t) / pi_old(token_t)      exactly 1 on the first update after a rollout
-    loss    = mean max(-rho_t A_t, -clip(rho_t, 1 - clip, 1 + clip) A_t)
-              + value_weight * 0.5 mean max((V_t - R_t)^2, (clip(V_t, V_old,t +- clip_value) - R_t)^2)
-              + ptx * mean of -log pi(next token) over documents of the pretraining corpus          (PPO-ptx)
+    loss    = mean max(-rho_t A_t, -clamp(rho_t, 1 - clip, 1 + clip) A_t)
+              + value_weight * 0.5 mean max((V_t - R_t)^2, (clamp(V_t, V_old,t +- clip_value) - R_t)^2)
+              + ptx * mean of -log pi(next token) over documents of the pretraining corpus
 
-the advantages whitened over the tokens of the rollout, all means over tokens.
+the advantages whitened (brought to mean 0 and std 1 over the tokens of the rollout), all means over tokens. The last
+term, off by default, is called PPO-ptx: mixed in, it keeps the policy from forgetting what pretraining taught.
 
     python ppo.py            and before it out/base.pt, out/sft.pt and out/reward_model.pt if they are missing
 
 What to expect (defaults, two CPU cores): a minute and a half after the reward model is there; held-out accuracy from
-0.54 to 0.89 and mean length from 6 to 9 tokens, at less than one nat of KL. The reward model has learned that stories
-are worked out to their end, and the policy does it nearly always. What is missing to grpo.py's 0.97 are miscounted
+0.52 to 0.89 and mean length from 6 to 9 tokens, at less than one nat of KL. The reward model has learned that stories
+are worked out to their end, and the policy does it nearly always. What is missing to grpo.py's 0.98 are miscounted
 steps, which the reward model cannot see.
 
 What to look at, the gauge: `proxy` is what the reward model thinks of answers to held-out stories, 0 and 1 being the
-mean and the std of the SFT model's; `gold` (data/stories.py) is what they are worth, which nobody trains on. With a
-poor reward model and no leash they part (Gao et al. 2023, arXiv:2210.10760):
+mean and the std of the SFT model's; `gold` (data/stories.py, at most 3.5) is what they are worth, which nobody trains
+on. With a poor reward model and no leash they part (Gao et al. 2023, arXiv:2210.10760):
 
-    python reward_model.py --pairs 100 --init out/sft.pt --out few
-    python ppo.py --beta 0 --init out/sft.pt --out few           few/ppo/curves.png: both over sqrt(KL)
+    python reward_model.py --pairs 100 --init out/sft.pt --out out/few
+    python ppo.py --beta 0 --init out/sft.pt --out out/few       out/few/ppo/curves.png: both over sqrt(KL), as there
 
-proxy climbs to the end, gold until about step 10; then it falls far below the SFT model's, and few/ppo/samples.md shows
-what the reward model likes so much. `--stop-on-gold` keeps the best. `--refresh 10` has the judge compare what the
-policy says by then, and the reward model learns from it: rambling goes, but miscounting it still does not see.
+proxy climbs to the end, gold until about step 10; then it falls far below the SFT model's, and out/few/ppo/samples.md shows
+what the reward model likes so much. `--stop-on-gold` keeps the best as ppo/best.pt. `--refresh 10` has the judge compare what the
+policy says by then, and the reward model learn from it: that slows the fall, but counting it does not learn.
 
 More columns: `reward` is the proxy of the rollout; `kl` is KL(policy || reference) of the rollout in nats per response,
-the k1 estimate, which may be negative by chance; `expl.var` is the share of the returns' variance that the critic
+the mean of log pi - log pi_ref (k1, see kernels/plain.py), which may be negative by chance; `expl.var` is the share of the returns' variance that the critic
 explains, which starts at 0 as the values do.
 
 A response cut off at --max-new-tokens gets --missing-eos-score in place of its score, and nothing comes after it: its
-last value is not bootstrapped. The order is: rewards (whitened without shifting their mean, if at all), GAE, returns,
+last token's value is not made up from an estimate of what might have followed (bootstrapped). The order is: rewards (whitened without shifting their mean, if at all), GAE, returns,
 then advantages whitened. A critic on a frozen copy of the trunk (the SFT model's, the reward model's) was measured and
 left out: it explained less of the variance (0.2 to 0.4 against 0.4 to 0.5) at the same accuracy.
 
 Sources: Ziegler et al. 2019 (arXiv:1909.08593); Stiennon et al. 2020 (arXiv:2009.01325); Ouyang et al. 2022
 (InstructGPT, arXiv:2203.02155), section 3.5 and eq. 2; Schulman et al. 2017 (PPO, arXiv:1707.06347) and 2016 (GAE,
 arXiv:1506.02438); Huang et al. 2024 (arXiv:2403.17031), the details. Deliberately left out: a critic of its own, an
-entropy bonus, several responses to a prompt (see grpo.py).
+entropy bonus, several responses to a prompt (see grpo.py). The letters of the shapes are explained in gpt.py.
 """
 
 import copy
@@ -87,12 +88,12 @@ class Config:
     missing_eos_score: float = -1.0  # replaces the score of a response that --max-new-tokens cut off
     beta: float = 0.3  # weight of the KL to the reference, in reward per nat; 0: no leash
     kl_target: float = 0.0  # nats per response: beta is moved to keep the KL there; 0: beta stays as it is
-    kl_horizon: float = 10000.0  # responses over which beta moves by a factor of about e, at a large error
-    gamma: float = 1.0  # discount per token
-    lam: float = 0.95  # of GAE: 1: return minus value, without bias; 0: one step ahead, least variance
-    whiten_rewards: bool = False  # divide the rewards of each rollout by their std
+    kl_horizon: float = 1000.0  # responses over which beta moves by a fifth at most
+    gamma: float = 1.0  # discount per token; 0: only the reward of the token itself
+    lam: float = 0.95  # of GAE. 1: the whole return counts, no bias; 0: the next value in its place, least variance
+    whiten_rewards: bool = False  # bring the rewards of each rollout to std 1 around their mean
     clip: float = 0.2  # the ratio is clipped at 1 - clip and 1 + clip
-    dual_clip: float = 0.0  # where the advantage is negative, the loss is at most this times its size, above 1; 0: off
+    dual_clip: float = 0.0  # above 1: where the advantage is negative, the loss is at most this times its size; 0: off
     clip_value: float = 0.2  # values move at most this far from the old ones before the loss stops counting it
     value_weight: float = 0.1  # of the value loss; 0: the values stay 0
     epochs: int = 1  # passes over each rollout
@@ -130,9 +131,10 @@ class Config:
 
 def kl_penalised_rewards(scores, logp, ref_logp, mask, beta):
     """Rewards of each token, [B, T]: -beta (logp - ref_logp), and the score [B] on top at the last token with mask = 1.
-    0 where the mask is; a row without tokens gets none.
+    0 where the mask is 0; a row without tokens gets none.
 
-    The penalty is the k1 estimate of the KL, which as a reward has the right gradient (as a loss it would have none).
+    The penalty is the k1 estimate of the KL, which as a reward has the right gradient (as a loss it would have none, on
+    average).
     The score goes to the last sampled token, the EOS, not to the slot behind it.
     """
     valid = mask > 0
@@ -143,7 +145,7 @@ def kl_penalised_rewards(scores, logp, ref_logp, mask, beta):
 
 def gae(rewards, values, mask, gamma=1.0, lam=0.95, bootstrap=None):
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), all [B, T] -> (advantages,
-    returns), 0 where the mask is.
+    returns), 0 where the mask is 0.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
 
@@ -163,7 +165,8 @@ def gae(rewards, values, mask, gamma=1.0, lam=0.95, bootstrap=None):
 
 def whiten(x, mask, shift_mean=True, ddof=0):
     """x [B, T] with mean 0 and std 1 over the tokens with mask = 1 of the whole batch, 0 elsewhere. The variance has
-    divisor n - ddof and 1e-8 added; shift_mean=False keeps the mean (for rewards, whose sign matters)."""
+    divisor n - ddof and 1e-8 added; shift_mean=False keeps the mean (for rewards: a mean of 0 would change what is good on
+    the whole)."""
     valid = mask > 0
     n = valid.sum()
     x = torch.where(valid, x, 0.0)
@@ -248,8 +251,8 @@ def explained_variance(values, returns, mask):
 
 def score_responses(reward_model, rollout, rows, eos, config):
     """What the reward model says of these rows of a rollout, [b]. A response without EOS, cut off by --max-new-tokens,
-    gets config.missing_eos_score in place of it (Huang et al. 2024; TRL takes something off instead): or never to stop
-    could pay."""
+    gets config.missing_eos_score in place of it (Huang et al. 2024; TRL takes something off instead): otherwise
+    never stopping could pay."""
     scores = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
     response, mask = rollout.ids[rows, rollout.prompt_len :], rollout.mask[rows]  # [b, T] each
     ended = ((response == eos) & (mask > 0)).any(1)
@@ -279,7 +282,8 @@ def main(config):
     groups = [dict(params=policy.parameters(), lr=config.lr), dict(params=value_head.parameters(), lr=config.value_lr)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     held_out = stories.held_out_problems(config.evaluate)
-    training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
+    # 500 stories: the longest prompt of them has to fit, and `refresh` scales the rewards by the answers to them
+    training = [stories.make_problem(random.Random(i)) for i in range(500)]
     require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
     columns = "reward held_out_reward gold accuracy length kl entropy explained_variance approx_kl clip_fraction"
     run = common.Run("ppo", config, tokenizer, columns, init, judge)
@@ -306,8 +310,8 @@ def main(config):
             for rows in torch.arange(len(part), device=config.device).split(config.micro_batch):
                 scores = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)  # [b]
                 found["held_out_reward"] += scores.tolist()
-                # the exact KL of every next token; over the tokens that were sampled it sums to that of the response,
-                # on average, with less noise than log pi - log pi_ref and never below 0
+                # The exact KL at each position: its sum over a response has the same mean as that of log pi - log pi_ref
+                # at the sampled tokens, has less noise, and is never below 0
                 logits = [m.lm_head.all_logits(m.response_states(rollout, rows)[0]) for m in (policy, reference)]
                 kl = to_slots(token_kl(*logits, vocab_size=policy.config.vocab_size), rollout.mask[rows])  # [b, T]
                 found["held_out_kl"] += kl.sum(1).tolist()
@@ -393,7 +397,8 @@ def main(config):
 
         # 4. Rewards and advantages
         kl = ((old_logp - ref_logp) * mask).sum(1).mean().item()  # nats per response
-        rewards = kl_penalised_rewards(scores, old_logp, ref_logp, mask, leash.beta)  # [B, T]
+        beta = leash.beta
+        rewards = kl_penalised_rewards(scores, old_logp, ref_logp, mask, beta)  # [B, T]
         if config.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, old_values, mask, config.gamma, config.lam)  # [B, T] each
@@ -464,7 +469,7 @@ def main(config):
             found = measure(step, config.samples if last else 1) if evaluate or last else {}
             best = config.stop_on_gold and "gold" in found and found["gold"] > max(golds)
             run.log(
-                step, reward=scores.mean().item(), length=lengths.float().mean().item(), kl=kl, beta=leash.beta,
+                step, reward=scores.mean().item(), length=lengths.float().mean().item(), kl=kl, beta=beta,
                 explained_variance=explained, lr=config.lr * schedule, tokens_per_second=tokens / busy, **stats, **found,
             )  # fmt: skip
             tokens, busy = 0, 0.0
@@ -475,6 +480,7 @@ def main(config):
             break
 
     # 7. What happened
+    few = os.path.join(config.out, "few")
     run.plot("accuracy", "held_out_length", ("sqrt_kl", "held_out_reward", "gold"), "entropy")
     measured = [line for line in run.metrics() if "gold" in line]
     first, last, peak = measured[0], measured[-1], max(measured, key=lambda line: line["gold"])
@@ -496,7 +502,7 @@ def main(config):
     for name, key, form, meaning in lines:
         print(f"  {name:<18}{format(first[key], form):>7} -> {format(last[key], form):>7}   {meaning}")
     print(f"""  {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
-next: python reward_model.py --pairs 100 --init {init} --out few && python ppo.py --beta 0 --init {init} --out few""")
+next: python reward_model.py --pairs 100 --init {init} --out {few} && python ppo.py --beta 0 --init {init} --out {few}""")
 
 
 if __name__ == "__main__":

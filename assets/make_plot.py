@@ -47,7 +47,9 @@ def ppo(axes, folders):
         for folder in group:
             _, measured = measured_lines(folder, "ppo")
             x = [line["sqrt_kl"] for line in measured]
-            (curve,) = axis.plot(x, [line["gold"] for line in measured], marker="o", markersize=3, label=folder)
+            (curve,) = axis.plot(
+                x, [line["gold"] for line in measured], marker="o", markersize=3, label=Path(folder).name
+            )
             proxy = [line["held_out_reward"] for line in measured]
             axis.plot(x, proxy, marker=".", markersize=3, linestyle="--", color=curve.get_color())
             best = max(measured, key=lambda line: line["gold"])

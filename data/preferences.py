@@ -1,15 +1,15 @@
 """Preference data: which of two responses to one prompt is the better.
 
 A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ..., "rejected": ...}, three strings. That
-is what `python reward_model.py` writes for the embedded task, and what it reads with --data. Three more keys may be
+is what `python reward_model.py` writes for the stories (out/reward_model/preferences.jsonl), and reads with --data. Three more keys may be
 there: "probability" (how likely it is that `chosen` is the better one, 0 to 1; 1 if it is not said), "margin" (how much
 better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold" (how much better it is by
 the gold score; nobody trains on it).
 
     python -m data.preferences example_model_solutions.jsonl pairs.jsonl
 
-makes such a file from OpenAI's GSM8K release, whose solutions by four models are marked right or wrong: every right
-solution of a problem is preferred to every wrong one.
+makes such a file from OpenAI's GSM8K release (github.com/openai/grade-school-math, grade_school_math/data), whose
+solutions by four models are marked right or wrong: every right solution of a problem is preferred to every wrong one.
 """
 
 import itertools
@@ -36,12 +36,11 @@ def judge_pairs(problem, responses, rng, noise):
 
 
 def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out=False):
-    """Comparisons of what `model` says: `samples` responses to each of as many new stories as it takes for `pairs`
-    pairs of different texts, all pairs of a story. -> (rows, number of pairs that were dropped because their texts are
-    equal: nothing is to be learned from them). Fewer rows, even none, from a model that nearly always says the same.
-    `held_out`: of evaluation stories."""
+    """`pairs` comparisons of different texts that `model` says, all pairs of `samples` responses to each of so many new
+    stories. -> (rows, number of pairs that were dropped because their texts are equal: nothing is to be learned from
+    them). Fewer rows, even none, from a model that nearly always says the same. `held_out`: of evaluation stories."""
     rng, rows, dropped = random.Random(seed), [], 0
-    for _ in range(20):
+    for _ in range(20):  # rounds: some pairs of each turn out equal, of some models all of them
         if len(rows) >= pairs:
             break
         problems = [make_problem(rng, held_out) for _ in range(max(8, (pairs - len(rows)) // samples))]
@@ -96,8 +95,7 @@ def read_preferences(path):
 
 def gsm8k_preferences(path):
     """Rows from example_model_solutions.jsonl of github.com/openai/grade-school-math: of the four solutions to each
-    problem, every right one is preferred to every wrong one. Prompt and solution end as GSM8K's do: a line break after
-    the question."""
+    problem, every right one is preferred to every wrong one. A line break is added to the question."""
     rows = []
     for line in open(path, encoding="utf-8"):
         problem = json.loads(line)

@@ -16,7 +16,10 @@ fine-tuning (`sft_example`: the same habits, always "####") teaches the format, 
 has something to choose from: it makes worked answers common and slips rare, and answers grow longer although nobody
 rewards length.
 
-Everything here is a pure function of a `random.Random`. A story is held out when a checksum of its numbers says so
+Where a reward is learned instead (reward_model.py), `noisy_judge` compares responses: it sees `gold_score`, what they are
+worth, through noise.
+
+Everything here is a pure function of a `random.Random`. A story is held out when a checksum of its events says so
 (`is_held_out`), so training and evaluation never meet, however many stories either draws.
 """
 
@@ -162,7 +165,7 @@ def held_out_problems(n, seed=0):
 
 
 def habit(response):
-    """ "worked" if a response shows running totals, else "direct": to count what a model does."""
+    """ "worked" if a response shows running totals (a slip does), else "direct": to count what a model does."""
     return "worked" if "->" in response else "direct"
 
 
@@ -182,7 +185,7 @@ def gold_score(problem, response):
     return score - 0.01 * extra
 
 
-def noisy_judge(problem, response_a, response_b, rng, noise=1.0):
+def noisy_judge(problem, response_a, response_b, rng, noise):
     """Whether a judge who sees `gold_score` through Bradley-Terry noise prefers a: P(a) = sigmoid((gold_a - gold_b) /
     noise). noise=0 is the gold judge, with ties broken by a coin."""
     gap = gold_score(problem, response_a) - gold_score(problem, response_b)
