@@ -31,18 +31,20 @@ on. With a poor reward model and no leash they part (Gao et al. 2023, arXiv:2210
     python reward_model.py --pairs 100 --init out/sft.pt --out out/few
     python ppo.py --beta 0 --init out/sft.pt --out out/few       out/few/ppo/curves.png: both over sqrt(KL), as there
 
-proxy climbs to the end, gold until about step 10; then it falls far below the SFT model's, and out/few/ppo/samples.md shows
-what the reward model likes so much. `--stop-on-gold` keeps the best as ppo/best.pt. `--refresh 10` has the judge compare what the
-policy says by then, and the reward model learn from it: that slows the fall, but counting it does not learn.
+proxy climbs to the end, gold until about step 10; then it falls far below the SFT model's, and out/few/ppo/samples.md
+shows what the reward model likes so much. `--stop-on-gold` keeps the best as ppo/best.pt. `--refresh 10` has the judge
+compare what the policy says by then, and the reward model learn from it: that slows the fall, but counting it does not
+learn.
 
 More columns: `reward` is the proxy of the rollout; `kl` is KL(policy || reference) of the rollout in nats per response,
-the mean of log pi - log pi_ref (k1, see kernels/plain.py), which may be negative by chance; `expl.var` is the share of the returns' variance that the critic
-explains, which starts at 0 as the values do.
+the mean of log pi - log pi_ref (k1, see kernels/plain.py), which may be negative by chance; `expl.var` is the share of
+the returns' variance that the critic explains, which starts at 0 as the values do.
 
 A response cut off at --max-new-tokens gets --missing-eos-score in place of its score, and nothing comes after it: its
-last token's value is not made up from an estimate of what might have followed (bootstrapped). The order is: rewards (whitened without shifting their mean, if at all), GAE, returns,
-then advantages whitened. A critic on a frozen copy of the trunk (the SFT model's, the reward model's) was measured and
-left out: it explained less of the variance (0.2 to 0.4 against 0.4 to 0.5) at the same accuracy.
+last token's value is not made up from an estimate of what might have followed (bootstrapped). The order is: rewards
+(whitened without shifting their mean, if at all), GAE, returns, then advantages whitened. A critic on a frozen copy of
+the trunk (the SFT model's, the reward model's) was measured and left out: it explained less of the variance (0.2 to 0.4
+against 0.4 to 0.5) at the same accuracy.
 
 Sources: Ziegler et al. 2019 (arXiv:1909.08593); Stiennon et al. 2020 (arXiv:2009.01325); Ouyang et al. 2022
 (InstructGPT, arXiv:2203.02155), section 3.5 and eq. 2; Schulman et al. 2017 (PPO, arXiv:1707.06347) and 2016 (GAE,

@@ -20,9 +20,9 @@ working it out is better than guessing, with a thousand that a story has six eve
 is wrong. Whether each step was counted right it never learns: to see that, it would have to count along. Whoever
 optimises this reward gets what the reward model sees (ppo.py).
 
-What to look at: `judge` and `gold` are how often the reward model sides with each on held-out pairs (0.5 is chance), and
-`margin` is the mean of r_chosen - r_rejected in the step's batch. The table at the end says whether "80% sure" is right
-in 80% of the cases. In samples.md the rewards of all but the last step are before gain and bias.
+What to look at: `judge` and `gold` are how often the reward model sides with each on held-out pairs (0.5 is chance),
+and `margin` is the mean of r_chosen - r_rejected in the step's batch. The table at the end says whether "80% sure" is
+right in 80% of the cases. In samples.md the rewards of all but the last step are before gain and bias.
 
 All pairs of a prompt are in the same batch, where each of its responses is computed once (InstructGPT, section 3.5:
 spread over several batches, the same responses would be seen several times, and overfitted). One pass over the data,
