@@ -124,6 +124,8 @@ class Config:
         for flag in ("gamma", "lam"):
             if not 0 <= getattr(self, flag) <= 1:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: must be from 0 to 1")
+        if self.kl_target and not self.beta:
+            raise ValueError(f"--kl-target {self.kl_target}: beta is multiplied to get there, so --beta must not be 0")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"--dual-clip {self.dual_clip}: must be above 1, or 0 for none")
         if self.minibatches > self.prompts:

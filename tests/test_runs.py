@@ -254,6 +254,7 @@ def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
         (reward_model, ["--samples", "1"], ["--samples 1"]),
         (ppo, ["--beta", "-1"], ["--beta -1"]),
         (ppo, ["--lam", "1.5"], ["--lam 1.5"]),
+        (ppo, ["--kl-target", "6", "--beta", "0"], ["--kl-target 6", "--beta"]),
         (ppo, ["--clip", "0"], ["--clip 0"]),
         (ppo, ["--dual-clip", "0.5"], ["--dual-clip 0.5"]),
         (ppo, ["--minibatches", "999"], ["--minibatches 999", "--prompts 128"]),
