@@ -147,13 +147,13 @@ def load_checkpoint(path, tokenizer=None, reward_model=False):
     return checkpoint
 
 
-def make_if_missing(script, path, config):
-    """Runs `python <script>.py` for an earlier stage whose checkpoint is missing, or continues it if it was
-    interrupted."""
+def make_if_missing(script, path, config, **flags):
+    """Runs `python <script>.py` for an earlier stage whose checkpoint is missing, with the seed and tokenizer of `config`
+    and any other `flags`, or continues it if it was interrupted."""
     checkpoint = load_checkpoint(path) if os.path.exists(path) else None
     if checkpoint and checkpoint["step"] >= checkpoint["steps"]:
         return
-    settings = checkpoint["config"] if checkpoint else {"seed": config.seed, "tokenizer": config.tokenizer}
+    settings = checkpoint["config"] if checkpoint else {"seed": config.seed, "tokenizer": config.tokenizer, **flags}
     command = [f"{script}.py"]
     for name, value in {**settings, "out": config.out, "device": config.device, "resume": bool(checkpoint)}.items():
         flag = "--" + name.replace("_", "-")
@@ -180,6 +180,9 @@ class Run:
         self.step, self.seconds, self.lines, self.interrupted, self.checkpoint = 0, 0.0, 0, False, None
         if os.path.exists(self.path) and any(os.path.samefile(path, self.path) for path in inits):
             sys.exit(f"--init {self.path}: this run would overwrite it; copy it first, or use another --out")
+        for path in inits:
+            if self.folder.resolve() in Path(path).resolve().parents:
+                sys.exit(f"{path} is in the folder that this run writes: copy it first, or use another --out")
         if config.resume:
             self.checkpoint = load_checkpoint(self.path, tokenizer, reward_model=script == "reward_model")
             for name, value in self.checkpoint["config"].items():
@@ -197,7 +200,10 @@ class Run:
                 self._keep_previous()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._cut("metrics.jsonl", lambda line: json.loads(line)["step"] <= self.step)
-            self._cut("samples.md", lambda line: not line.startswith("## Step ") or int(line.split()[2]) <= self.step)
+            self._cut(
+                "samples.md",
+                lambda line: not (title := re.fullmatch(r"## Step (\d+)\s*", line)) or int(title[1]) <= self.step,
+            )
         except OSError as problem:
             sys.exit(f"--out {config.out}: {problem.strerror} ({problem.filename})")
         signal.signal(signal.SIGINT, self._interrupt)
@@ -329,7 +335,10 @@ class Run:
 
     def metrics(self):
         """All lines of metrics.jsonl so far, as dictionaries."""
-        return [json.loads(line) for line in open(self.folder / "metrics.jsonl", encoding="utf-8")]
+        try:
+            return [json.loads(line) for line in open(self.folder / "metrics.jsonl", encoding="utf-8")]
+        except OSError as problem:
+            sys.exit(f"{self.folder / 'metrics.jsonl'}: {problem.strerror}. {self._holds()}")
 
     def plot(self, *keys):
         """curves.png: each of `keys` over the steps, or of a tuple (x, y, ...) its others over x, if matplotlib is

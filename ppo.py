@@ -124,6 +124,8 @@ class Config:
         for flag in ("gamma", "lam"):
             if not 0 <= getattr(self, flag) <= 1:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: must be from 0 to 1")
+        if self.kl_target and self.kl_horizon < self.prompts:
+            raise ValueError(f"--kl-horizon {self.kl_horizon}: must be at least --prompts {self.prompts}")
         if self.kl_target and not self.beta:
             raise ValueError(f"--kl-target {self.kl_target}: beta is multiplied to get there, so --beta must not be 0")
         if 0 < self.dual_clip <= 1:
@@ -271,7 +273,7 @@ def main(config):
         common.make_if_missing("sft", init, config)
     judge = config.reward_model or os.path.join(config.out, "reward_model.pt")
     if not config.reward_model and not config.resume:
-        common.make_if_missing("reward_model", judge, config)
+        common.make_if_missing("reward_model", judge, config, init=init, max_new_tokens=config.max_new_tokens)
     checkpoint = common.load_checkpoint(init, tokenizer)
     policy = GPT(GPTConfig(**checkpoint["model_config"]))
     policy.load_state_dict(checkpoint["model"])
@@ -288,7 +290,8 @@ def main(config):
     held_out = stories.held_out_problems(config.evaluate)
     # 500 stories: the longest prompt of them has to fit, and `refresh` scales the rewards by the answers to them
     training = [stories.make_problem(random.Random(i)) for i in range(500)]
-    require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
+    for model in (policy, reward_model):
+        require_room(model, tokenizer, held_out + training, config.max_new_tokens)
     columns = "reward held_out_reward gold accuracy length kl entropy explained_variance approx_kl clip_fraction"
     run = common.Run("ppo", config, tokenizer, columns, init, judge)
     start = run.restore(policy, optimizer)
@@ -315,7 +318,7 @@ def main(config):
                 scores = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)  # [b]
                 found["held_out_reward"] += scores.tolist()
                 # The exact KL at each position: its sum over a response has the same mean as that of log pi - log pi_ref
-                # at the sampled tokens, has less noise, and is never below 0
+                # at the sampled tokens, and has less noise
                 logits = [m.lm_head.all_logits(m.response_states(rollout, rows)[0]) for m in (policy, reference)]
                 kl = to_slots(token_kl(*logits, vocab_size=policy.config.vocab_size), rollout.mask[rows])  # [b, T]
                 found["held_out_kl"] += kl.sum(1).tolist()
@@ -329,7 +332,7 @@ def main(config):
             for i in range(0, len(problems), samples)[:6]  # the same stories each time
         ))  # fmt: skip
         means = {name: sum(values) / len(values) for name, values in found.items()}
-        return {"sqrt_kl": means["held_out_kl"] ** 0.5, **means}
+        return {"sqrt_kl": max(means["held_out_kl"], 0.0) ** 0.5, **means}  # rounding can make a KL of 0 a little less
 
     def refresh(step):
         """The judge compares responses of the policy as it is now, and the reward model learns from it, in one pass at
@@ -360,7 +363,11 @@ def main(config):
     if not config.resume:
         found = measure(0, config.samples)
         run.log(0, **found, length=found["held_out_length"])
-        save(0)
+        save(0, best=config.stop_on_gold)
+
+    golds = [line["gold"] for line in run.metrics() if "gold" in line]
+    if config.stop_on_gold and len(golds) - 1 - golds.index(max(golds)) >= 3:
+        start = config.steps  # a run that had stopped, resumed
 
     tokens, busy = 0, 0.0
     for step in range(start + 1, config.steps + 1):

@@ -8,7 +8,8 @@ probability sigmoid(r - r'), and the loss is its negative log-likelihood, by def
     loss = mean over pairs of [ -log sigmoid(r_chosen - r_rejected - margin) + centering * (r_chosen + r_rejected)^2 ]
 
 Only differences of rewards mean anything. So that one KL coefficient fits every reward model, a gain and a bias then
-bring the rewards of the SFT model's own responses to mean 0 and standard deviation 1.
+bring the rewards of the SFT model's own responses to mean 0 and standard deviation 1 (those of each member, if there is
+an ensemble).
 
     python reward_model.py                           4000 pairs, and before them out/base.pt and out/sft.pt if missing
     python reward_model.py --data pairs.jsonl        your own: {"prompt": ..., "chosen": ..., "rejected": ...} a line
@@ -37,6 +38,7 @@ Shapes: B texts, L columns, M pairs, k members of an ensemble (1 by default); th
 """
 
 import dataclasses
+import math
 import os
 import random
 import time
@@ -84,6 +86,9 @@ class Config:
     save_every: int = 20  # steps between two checkpoints
 
     def __post_init__(self):
+        for flag in ("steps", "centering"):
+            if not getattr(self, flag) >= 0:
+                raise ValueError(f"--{flag} {getattr(self, flag)}: must not be negative")
         if self.samples == 1:
             raise ValueError("--samples 1: there is nothing to compare one response with; use at least 2")
 # fmt: on
@@ -94,8 +99,8 @@ def bradley_terry_loss(chosen, rejected, margin=None, centering=0.0, probability
     scalar.
 
     margin [B]: by how much the chosen one has to lead (Llama 2, eq. 2). probability [B]: a soft label p, how likely it
-    is that `chosen` is the better one; the loss is then -p log sigmoid(d) - (1 - p) log sigmoid(-d), least where the
-    difference d is logit p. logsigmoid does not overflow, log(1 + exp(-d)) does.
+    is that `chosen` is the better one; the loss is then -p log sigmoid(d) - (1 - p) log sigmoid(-d) with
+    d = chosen - rejected - margin, least where d is logit p. logsigmoid does not overflow, log(1 + exp(-d)) does.
     """
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     loss = -F.logsigmoid(difference)
@@ -113,8 +118,8 @@ def last_token_index(attention_mask):
 def gain_and_bias(rewards):
     """The numbers that bring `rewards` [..., N] to mean 0 and std 1 over the last dimension: gain * r + bias, each
     [...]. The std has divisor N (Ziegler et al. 2019, section 2.2). Equal rewards keep gain 1."""
-    std = rewards.std(-1, correction=0)
-    gain = torch.where(std > 0, 1 / std, 1.0)
+    equal = rewards.amax(-1) == rewards.amin(-1)  # rounding can give equal rewards a std above 0
+    gain = torch.where(equal, 1.0, 1 / rewards.std(-1, correction=0))
     return gain, -gain * rewards.mean(-1)
 
 
@@ -236,7 +241,10 @@ def update(model, optimizer, batches, lr, config):
         stats["grad_norm"] += torch.nn.utils.clip_grad_norm_(member, config.max_grad_norm).item() / len(batches)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    if math.isfinite(stats["loss"]) and math.isfinite(
+        stats["grad_norm"]
+    ):  # else the weights stay, and the caller stops
+        optimizer.step()
     optimizer.zero_grad()
     return stats
 
@@ -330,6 +338,7 @@ def print_curve(policy, elements, held_out, config):
 def main(config):
     # 0. The SFT model: the reward model starts from its transformer, and is to judge its responses
     tokenizer = get_tokenizer(config.tokenizer)
+    rows = read_preferences(config.data) if config.data else []  # first, as a mistake in it should cost no time
     init = config.init or os.path.join(config.out, "sft.pt")
     if not config.init and not config.resume:
         common.make_if_missing("sft", init, config)
@@ -341,12 +350,11 @@ def main(config):
     # 1. Comparisons to train on, and others, of other prompts, to see what was learned
     equal = 0
     if config.data:
-        rows = read_preferences(config.data)
         prompts = sorted({row["prompt"] for row in rows})
         others = set(random.Random(common.seed_of("split", config.seed)).sample(prompts, max(1, len(prompts) // 10)))
         other_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
         rows = [row for row in rows if row["prompt"] not in others]
-        prompts = [prompt for prompt in prompts if prompt not in others]
+        prompts = random.Random(config.seed).sample([p for p in prompts if p not in others], len(prompts) - len(others))
     else:
         # 500 stories: the longest prompt of them has to fit, and the answers to them set gain and bias
         training = [stories.make_problem(random.Random(i)) for i in range(500)]

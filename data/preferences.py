@@ -2,8 +2,7 @@
 
 A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ..., "rejected": ...}, three strings. That
 is what `python reward_model.py` writes for the stories (out/reward_model/preferences.jsonl), and reads with --data.
-Three more keys may be there: "probability" (how likely it is that `chosen` is the better one, 0 to 1; 1 if it is not
-said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
+Three more keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
 (how much better it is by the gold score; nobody trains on it).
 
     python -m data.preferences example_model_solutions.jsonl pairs.jsonl
@@ -21,7 +20,7 @@ from data.evaluation import sample_responses
 from data.stories import gold_score, make_problem, noisy_judge
 
 KEYS = {"prompt": str, "chosen": str, "rejected": str}
-OPTIONAL = {"probability": (0.0, 1.0), "margin": (0.0, float("inf")), "gold": (-float("inf"), float("inf"))}
+OPTIONAL = {"probability": (0.5, 1.0), "margin": (0.0, float("inf")), "gold": (-float("inf"), float("inf"))}
 
 
 def judge_pairs(problem, responses, rng, noise):
@@ -48,10 +47,10 @@ def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_to
         texts, _ = sample_responses(model, tokenizer, several, max_new_tokens, generator=generator)
         for i, problem in enumerate(problems):
             for row in judge_pairs(problem, texts[i * samples : (i + 1) * samples], rng, noise):
-                if row["chosen"] == row["rejected"]:
-                    dropped += 1
-                elif len(rows) < pairs:
+                if len(rows) < pairs and row["chosen"] != row["rejected"]:
                     rows.append(row)
+                elif len(rows) < pairs:
+                    dropped += 1
     return rows, dropped
 
 
@@ -79,6 +78,8 @@ def read_preferences(path):
                 for key, kind in KEYS.items():
                     if not isinstance(row.get(key), kind) or not row[key]:
                         sys.exit(f'{path}, line {number}: "{key}" is missing, empty, or not a string')
+                    if any("\ud800" <= letter <= "\udfff" for letter in row[key]):
+                        sys.exit(f'{path}, line {number}: "{key}" has half a character (a lone surrogate) in it')
                 for key, (low, high) in OPTIONAL.items():
                     value = row.get(key)
                     if value is not None and not (type(value) in (int, float) and low <= value <= high):
@@ -110,6 +111,11 @@ def gsm8k_preferences(path):
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python -m data.preferences example_model_solutions.jsonl pairs.jsonl")
-    found = gsm8k_preferences(sys.argv[1])
+    try:
+        found = gsm8k_preferences(sys.argv[1])
+    except OSError as problem:
+        sys.exit(f"{sys.argv[1]}: {problem.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        sys.exit(f"{sys.argv[1]} is not GSM8K's example_model_solutions.jsonl: {problem!r}")
     write_preferences(sys.argv[2], found)
     print(f"{sys.argv[2]}: {len(found)} pairs for {len({row['prompt'] for row in found})} problems")

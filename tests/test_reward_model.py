@@ -156,6 +156,7 @@ def test_gain_and_bias_make_mean_0_and_std_1(model):
         torch.testing.assert_close(rewards.std(1, correction=0), torch.ones(2, dtype=torch.float64))
     gain, bias = reward_model.gain_and_bias(torch.full((1, 4), 3.0))
     assert gain.item() == 1.0 and bias.item() == -3.0
+    assert reward_model.gain_and_bias(torch.full((500,), 0.1))[0] == 1.0  # whatever the rounding of their mean
 
 
 def test_combinations():
@@ -225,6 +226,8 @@ def test_sampled_pairs_are_all_pairs_of_stories_of_the_right_side(monkeypatch):
         ('{"prompt": "a", "chosen": "b", "rejected": 3}', '"rejected" is missing, empty, or not a string'),
         ('{"prompt": "", "chosen": "b", "rejected": "c"}', '"prompt" is missing, empty'),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "probability": 1.2}', '"probability" is 1.2'),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "probability": 0.2}', '"probability" is 0.2'),
+        ('{"prompt": "a", "chosen": "\\ud83d", "rejected": "c"}', "half a character"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "probability": NaN}', '"probability" is nan'),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}', "\"margin\" is 'big'"),
     ],

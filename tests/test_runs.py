@@ -255,6 +255,9 @@ def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
         (ppo, ["--beta", "-1"], ["--beta -1"]),
         (ppo, ["--lam", "1.5"], ["--lam 1.5"]),
         (ppo, ["--kl-target", "6", "--beta", "0"], ["--kl-target 6", "--beta"]),
+        (ppo, ["--kl-target", "6", "--kl-horizon", "20"], ["--kl-horizon 20", "--prompts 128"]),
+        (reward_model, ["--steps", "-5"], ["--steps -5"]),
+        (reward_model, ["--centering", "-1"], ["--centering -1"]),
         (ppo, ["--clip", "0"], ["--clip 0"]),
         (ppo, ["--dual-clip", "0.5"], ["--dual-clip 0.5"]),
         (ppo, ["--minibatches", "999"], ["--minibatches 999", "--prompts 128"]),
@@ -308,6 +311,15 @@ def test_the_comparisons_of_a_resumed_run_are_the_same(chain, tmp_path):
     main(module, out, data=str(data), **options)
     data.write_text("\n".join(rows[1:]))
     stops(lambda: main(module, out, data=str(data), resume=True, **{**options, "steps": 8}), data, "has changed")
+
+
+def test_what_a_run_would_move_away_is_not_what_it_starts_from(chain, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    own = str(out / "reward_model/preferences.jsonl")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    stops(lambda: main(reward_model, out, data=own, **TINY["reward_model"][1]), own, "copy it first")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_a_reward_model_is_no_language_model(chain, tmp_path):
