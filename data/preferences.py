@@ -2,7 +2,8 @@
 
 A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ..., "rejected": ...}, three strings. That
 is what `python reward_model.py` writes for the stories (out/reward_model/preferences.jsonl), and reads with --data.
-Three more keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
+Three more keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not
+said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
 (how much better it is by the gold score; nobody trains on it).
 
     python -m data.preferences example_model_solutions.jsonl pairs.jsonl
