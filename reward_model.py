@@ -117,7 +117,7 @@ def last_token_index(attention_mask):
 
 def gain_and_bias(rewards):
     """The numbers that bring `rewards` [..., N] to mean 0 and std 1 over the last dimension: gain * r + bias, each
-    [...]. The std has divisor N (Ziegler et al. 2019, section 2.2). Equal rewards keep gain 1."""
+    [...]. The std has divisor N, as in the code of Ziegler et al. 2019. Equal rewards keep gain 1."""
     equal = rewards.amax(-1) == rewards.amin(-1)  # rounding can give equal rewards a std above 0
     gain = torch.where(equal, 1.0, 1 / rewards.std(-1, correction=0))
     return gain, -gain * rewards.mean(-1)
@@ -444,7 +444,7 @@ def main(config):
     print(f"  sides with the judge in       {found['preference_accuracy']:.1%}")
     if not gold.isnan().any():
         ceiling = ((gold > 0).float() + 0.5 * (gold == 0)).mean().item()  # of equal gold scores, half by chance
-        print(f"  the judge sides with gold in  {ceiling:.1%}   the ceiling: nobody can side with the judge more often")
+        print(f"  the judge sides with gold in  {ceiling:.1%}   the ceiling, on average, of siding with the judge")
         print(f"  sides with the gold score in  {found['gold_accuracy']:.1%}")
     print("  how sure it is   pairs   it says   the judge agrees")
     for low, high, n, said, seen in reliability(found["difference"]):

@@ -21,7 +21,7 @@ from data.evaluation import sample_responses
 from data.stories import gold_score, make_problem, noisy_judge
 
 KEYS = {"prompt": str, "chosen": str, "rejected": str}
-OPTIONAL = {"probability": (0.5, 1.0), "margin": (0.0, float("inf")), "gold": (-float("inf"), float("inf"))}
+OPTIONAL = {"probability": (0.5, 1.0), "margin": (0.0, 1e6), "gold": (-1e6, 1e6)}
 
 
 def judge_pairs(problem, responses, rng, noise):
@@ -72,12 +72,14 @@ def read_preferences(path):
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as problem:
+                except (ValueError, RecursionError) as problem:
                     sys.exit(f"{path}, line {number}: not JSON: {problem}")
                 if not isinstance(row, dict):
                     sys.exit(f"{path}, line {number}: not a JSON object")
                 for key, kind in KEYS.items():
-                    if not isinstance(row.get(key), kind) or not row[key]:
+                    if not isinstance(row.get(key), kind) or (
+                        key == "prompt" and not row[key]
+                    ):  # a response may be empty
                         sys.exit(f'{path}, line {number}: "{key}" is missing, empty, or not a string')
                     if any("\ud800" <= letter <= "\udfff" for letter in row[key]):
                         sys.exit(f'{path}, line {number}: "{key}" has half a character (a lone surrogate) in it')
@@ -118,5 +120,10 @@ if __name__ == "__main__":
         sys.exit(f"{sys.argv[1]}: {problem.strerror}")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         sys.exit(f"{sys.argv[1]} is not GSM8K's example_model_solutions.jsonl: {problem!r}")
-    write_preferences(sys.argv[2], found)
+    if not found:
+        sys.exit(f"{sys.argv[1]}: no problem with right and wrong solutions in it")
+    try:
+        write_preferences(sys.argv[2], found)
+    except OSError as problem:
+        sys.exit(f"{sys.argv[2]}: {problem.strerror}")
     print(f"{sys.argv[2]}: {len(found)} pairs for {len({row['prompt'] for row in found})} problems")

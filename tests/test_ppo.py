@@ -427,9 +427,11 @@ def test_a_lesson_teaches_the_reward_model_and_keeps_its_scale(tmp_path, monkeyp
         if a != b
     ]
     asked = []
-    monkeypatch.setattr(ppo, "sample_preferences", lambda policy, tokenizer, *args: asked.append(args[:3]) or (rows, 0))
+    monkeypatch.setattr(ppo, "sample_preferences", lambda policy, tokenizer, *args: asked.append(args) or (rows, 0))
     _, checkpoint = world(tmp_path, monkeypatch, 0, steps=5, prompts=16, lr=1e-2, refresh=2, refresh_pairs=30)
-    assert asked == [(30, 4, 1.5)] * 2  # before steps 3 and 5; samples and noise of the reward model's own training
+    assert [args[:3] for args in asked] == [(30, 4, 1.5)] * 2 and not any(
+        args[6:] for args in asked if len(args) > 6
+    )  # before steps 3 and 5; samples and noise of the reward model's own training
     before, after = (RewardModel(GPTConfig(7, 8, 1, 2, 32)) for _ in range(2))
     before.load_state_dict(torch.load(tmp_path / "reward_model.pt", weights_only=True)["model"])
     after.load_state_dict(checkpoint["reward_model"])
@@ -489,7 +491,7 @@ def test_the_pretraining_mix_is_the_token_mean_over_documents(tmp_path, monkeypa
         DigitWorld, "base_document", staticmethod(lambda rng: documents[rng.randrange(2)]), raising=False
     )
     worthless = lambda reward_model, rollout, rows, eos, config: torch.zeros(len(rows))  # noqa: E731
-    lines, _ = world(tmp_path, monkeypatch, 0, worthless, steps=30, prompts=8, minibatches=1, log_every=1, ptx=1.0, lr=3e-3)  # fmt: skip
+    lines, _ = world(tmp_path, monkeypatch, 0, worthless, steps=30, prompts=8, minibatches=1, log_every=1, ptx=0.3, lr=3e-3)  # fmt: skip
     model = babbler(0)
     rng, nll = random.Random(common.seed_of("ptx", 0, 1, 0)), []
     for _ in range(32):
@@ -498,7 +500,9 @@ def test_the_pretraining_mix_is_the_token_mean_over_documents(tmp_path, monkeypa
         nll += (-logp).flatten().tolist()
     assert lines[1]["ptx_loss"] == pytest.approx(sum(nll) / len(nll), abs=1e-5)
     assert lines[-1]["ptx_loss"] < 0.6 * lines[1]["ptx_loss"]
-    assert lines[1]["loss"] == pytest.approx(lines[1]["ptx_loss"], abs=1e-4)  # the other two are 0: no reward, no KL
+    assert lines[1]["loss"] == pytest.approx(
+        0.3 * lines[1]["ptx_loss"], abs=1e-4
+    )  # the other two are 0: no reward, no KL
 
 
 def test_updates_stop_once_the_policy_has_moved_too_far(tmp_path, monkeypatch):
