@@ -33,6 +33,8 @@ COLUMNS = {  # how a metric is printed: key -> (heading, format)
     "kl": ("kl", ".4f"), "entropy": ("entropy", ".3f"), "clip_fraction": ("clip", ".3f"), "zero_variance": ("zero-var", ".2f"),
     "held_out_reward": ("proxy", ".3f"), "gold": ("gold", ".3f"), "approx_kl": ("approx", ".4f"), "explained_variance": ("expl.var", ".2f"),
     "margin": ("margin", ".3f"), "preference_accuracy": ("judge", ".3f"), "gold_accuracy": ("gold", ".3f"),
+    "chosen_logp": ("chosen", ".2f"), "chosen_logratio": ("vs ref", "+.2f"), "rejected_logp": ("rejected", ".2f"),
+    "rejected_logratio": ("vs ref", "+.2f"), "train_accuracy": ("train", ".3f"),
     "grad_norm": ("grad", ".2f"), "lr": ("lr", ".1e"), "tokens_per_second": ("tok/s", ".0f"),
 }  # fmt: skip
 

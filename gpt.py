@@ -172,6 +172,17 @@ class Rollout:
     logp: torch.Tensor  # [B, T] log-probability of each sampled token at the sampling temperature, 0 where mask is 0
     prompt_len: int  # P
 
+    @staticmethod
+    def of(prompts, responses, device="cpu"):
+        """Given texts in the place of sampled ones: B prompts and B responses as token ids, each response with its EOS.
+        logp is 0 everywhere."""
+        prompt_ids, prompt_mask = _pad(prompts, max(map(len, prompts)), left=True)  # [B, P]
+        ids, mask = _pad(responses, max(map(len, responses)))  # [B, T]
+        ids = torch.from_numpy(np.concatenate([prompt_ids, ids], 1)).to(device)  # [B, P + T]
+        attention = torch.from_numpy(np.concatenate([prompt_mask, mask], 1)).to(device)
+        mask, positions = torch.from_numpy(mask).to(device), (attention.cumsum(1) - 1).clamp(min=0) * attention
+        return Rollout(ids, positions, attention, mask, torch.zeros(mask.shape, device=device), prompt_ids.shape[1])
+
     def texts(self, tokenizer):
         """The responses as strings, without EOS."""
 

@@ -41,7 +41,7 @@ class Config:
     resume: bool = False  # continue from the checkpoint
     init: str = ""  # checkpoint to start from; empty: <out>/base.pt, made if it is missing
     tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
-    examples: int = 64  # demonstrations per step
+    examples: int = 96  # demonstrations per step
     micro_batch: int = 32  # demonstrations per forward and backward pass
     lr: float = 5e-4  # peak learning rate
     warmup: int = 10  # steps of linear warm-up (1: none); then a cosine down to a tenth

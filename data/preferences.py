@@ -4,7 +4,8 @@ A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ...,
 is what `python reward_model.py` writes for the stories (out/reward_model/preferences.jsonl), and reads with --data.
 Three more keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not
 said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
-(how much better it is by the gold score; nobody trains on it).
+(how much better it is by the gold score; nobody trains on it). dpo.py --loss kto also reads responses that were judged
+alone: {"prompt": ..., "response": ..., "label": true}.
 
     python -m data.preferences example_model_solutions.jsonl pairs.jsonl
 
@@ -20,7 +21,7 @@ import sys
 from data.evaluation import sample_responses
 from data.stories import gold_score, make_problem, noisy_judge
 
-KEYS = {"prompt": str, "chosen": str, "rejected": str}
+KEYS = ("prompt", "chosen", "rejected")  # strings
 OPTIONAL = {"probability": (0.5, 1.0), "margin": (0.0, 1e6), "gold": (-1e6, 1e6)}
 
 
@@ -61,33 +62,39 @@ def write_preferences(path, rows):
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def read_preferences(path):
+def read_preferences(path, single=False):
     """The rows of a file of preferences. Ends the program with one line that names file, line and reason if there is
-    none, or one is malformed."""
+    none, or one is malformed. single: rows may all be single responses with a label, true or false, in place of pairs."""
     rows = []
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
+                where = f"{path}, line {number}"
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as problem:
-                    sys.exit(f"{path}, line {number}: not JSON: {problem}")
+                    sys.exit(f"{where}: not JSON: {problem}")
                 if not isinstance(row, dict):
-                    sys.exit(f"{path}, line {number}: not a JSON object")
-                for key, kind in KEYS.items():
-                    if not isinstance(row.get(key), kind) or (
-                        key == "prompt" and not row[key]
-                    ):  # a response may be empty
-                        sys.exit(f'{path}, line {number}: "{key}" is missing, empty, or not a string')
+                    sys.exit(f"{where}: not a JSON object")
+                alone = single and "chosen" not in row and "rejected" not in row
+                for key in ("prompt", "response") if alone else KEYS:
+                    # a response may be empty
+                    if not isinstance(row.get(key), str) or (key == "prompt" and not row[key]):
+                        sys.exit(f'{where}: "{key}" is missing, empty, or not a string')
                     if any("\ud800" <= letter <= "\udfff" for letter in row[key]):
-                        sys.exit(f'{path}, line {number}: "{key}" has half a character (a lone surrogate) in it')
+                        sys.exit(f'{where}: "{key}" has half a character (a lone surrogate) in it')
+                if alone and not isinstance(row.get("label"), bool):
+                    sys.exit(f'{where}: "label" is {row.get("label")!r}, must be true or false')
+                if rows and alone != ("response" in rows[0]):
+                    sys.exit(f"{where}: single responses and pairs in one file; use two files")
                 for key, (low, high) in OPTIONAL.items():
                     value = row.get(key)
                     if value is not None and not (type(value) in (int, float) and low <= value <= high):
-                        sys.exit(f'{path}, line {number}: "{key}" is {value!r}, must be a number from {low} to {high}')
-                rows.append({key: value for key, value in row.items() if value is not None})
+                        sys.exit(f'{where}: "{key}" is {value!r}, must be a number from {low} to {high}')
+                row = {key: value for key, value in row.items() if value is not None}
+                rows.append(row if alone else {key: value for key, value in row.items() if key not in ("response", "label")})
     except OSError as problem:
         sys.exit(f"{path}: {problem.strerror}")
     except UnicodeDecodeError as problem:

@@ -16,8 +16,13 @@ fine-tuning (`sft_example`: the same habits, always "####") teaches the format, 
 has something to choose from: it makes worked answers common and slips rare, and answers grow longer although nobody
 rewards length.
 
-Where a reward is learned instead (reward_model.py), `noisy_judge` compares responses: it sees `gold_score`, what they are
-worth, through noise.
+Where no answer is checked, two of them are compared, by `noisy_judge`, who sees `gold_score`, what they are worth,
+through noise; or by the language model itself (dpo.py), as a third of the demonstrations show how to judge:
+
+    By the sea, the otter has 7 shells. It finds 3. It drops 2. It doubles its pile. It naps. It loses 4. It wins 1. How many?
+    1 #### 9
+    2 -> 10 -> 8 -> 16 -> 16 -> 12 -> 13 #### 13
+    Better: 2
 
 Everything here is a pure function of a `random.Random`. A story is held out when a checksum of its events says so
 (`is_held_out`), so training and evaluation never meet, however many stories either draws.
@@ -36,6 +41,8 @@ MAX_OWNED = 20  # nobody ever owns more than this, or less than 1
 HELD_OUT_ONE_IN = 20  # one possible story in this many is for evaluation: no training stage may see it
 DIRECT, WORKED, SLIP = 0.45, 0.42, 0.13  # the habits of the corpus
 LEFT_OUT = 0.7  # of the slips: the share that stops too early
+JUDGMENTS = 1 / 3  # of the demonstrations of supervised fine-tuning: those that compare two answers
+LABELS = (" 1", " 2")  # what a judge says: the first answer is better, or the second
 
 PLACES = ["The", "Today the", "By the sea, the", "In the old barn, the"]
 ANIMALS = ["otter", "crab", "magpie", "fox", "mouse", "badger", "hen", "squirrel", "frog", "mole", "goose", "bear"]
@@ -149,10 +156,21 @@ def base_document(rng):
 
 
 def sft_example(rng):
-    """One demonstration for supervised fine-tuning: (prompt, response). The habits of the corpus, always with the
-    marker "####"."""
+    """One demonstration for supervised fine-tuning: (prompt, response). An answer with the habits of the corpus, always
+    with the marker "####"; or, one time in three, two such answers and which of them has the better gold score."""
     problem = make_problem(rng)
-    return problem.prompt, _answer(problem, rng, "####")
+    if rng.random() >= JUDGMENTS:
+        return problem.prompt, _answer(problem, rng, "####")
+    while True:
+        first, second = _answer(problem, rng, "####"), _answer(problem, rng, "####")
+        gap = gold_score(problem, first) - gold_score(problem, second)
+        if gap:
+            return judge_question(problem.prompt, first, second), LABELS[gap < 0]
+
+
+def judge_question(prompt, first, second):
+    """What a language model is asked that is to judge: it continues with one of LABELS."""
+    return f"{prompt}\n1{first}\n2{second}\nBetter:"
 
 
 def held_out_problems(n, seed=0):

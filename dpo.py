@@ -1,0 +1,807 @@
+"""Stage 3 without the reinforcement learning: DPO and its family, one-shot or iterated, with the mass leak in view.
+
+RLHF maximises E[r] - beta KL(pi || ref), and the policy that does it best is known: ref, tilted by the reward (Z is
+whatever makes it a distribution):
+
+    pi*(y | x) = ref(y | x) exp(r(x, y) / beta) / Z(x)        so        r(x, y) = beta log pi*(y|x) / ref(y|x) + beta log Z(x)
+
+In the difference of two rewards of one prompt Z cancels. So a policy is a reward model: its implicit reward is
+beta log pi / ref, and it can be fitted to comparisons as reward_model.py fits one. No reward model, no sampling, no critic:
+
+    a = log pi(chosen | prompt) - log ref(chosen | prompt),   b = the same of the rejected one, sums over response tokens
+    loss = mean over pairs of -log sigmoid(beta (a - b))                           log 2 as long as pi = ref
+    its gradient = -beta sigmoid(beta (b - a)) [grad log pi(chosen) - grad log pi(rejected)]
+
+A pair counts the more, the more the implicit rewards have it wrong. `preference_loss` has eleven more losses.
+
+    python dpo.py                       and before it out/base.pt and out/sft.pt if they are missing
+    python dpo.py --rounds 4            the same number of labels in four rounds, each on what the policy says by then
+    python dpo.py --judge self          AI feedback: the SFT model itself says which of its answers is better
+    python dpo.py --compare             all losses on the same pairs: a table
+    python dpo.py --rounds 4 --compare  one-shot and iterated with the same number of labels: a table
+    python dpo.py --toy                 two completions: what beta does, and how probability mass leaks
+    python dpo.py --data pairs.jsonl    your own: {"prompt": ..., "chosen": ..., "rejected": ...} a line
+
+What to expect (defaults, two CPU cores): TODO
+
+What to look at: "why do the log-probabilities of the chosen responses go down?" The loss only sees a - b: it is just as happy
+when both fall and the rejected one falls faster, and the probability goes to responses that nobody compared (Razin et al. 2024,
+arXiv:2410.08847). `chosen` and `rejected` are the log-probabilities of held-out pairs, `vs ref` is how far they have moved; when
+both have fallen, a line says so, and to which tokens the mass went. `train` and `judge` are how often the implicit
+rewards side with the judge, on the step's pairs and on held-out ones; `kl` is KL(policy || SFT model), exact, on fresh samples.
+
+Iterated (--rounds): new pairs from the policy as it is, labelled by the judge, and on. The reference stays the SFT model, so that
+the leash is as long at the end as at the start; --reset-reference makes it the policy that the round starts with: each
+round may then go as far again, and gets further in reward and in KL.
+
+Sources: Rafailov et al. 2023 (DPO, arXiv:2305.18290), eq. 4, 5 and 7; those of the other losses at each. Iterated: Xu et al. 2023
+(arXiv:2312.16682). AI feedback: Lee et al. 2023 (RLAIF, arXiv:2309.00267). Deliberately left out: LoRA, packing, pairs of responses of
+several models. The letters of the shapes are explained in gpt.py; here B counts pairs.
+"""
+
+import copy
+import dataclasses
+import math
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+import common
+from data import accuracy_reward, get_tokenizer, stories
+from data.evaluation import require_room
+from data.preferences import read_preferences, write_preferences
+from gpt import GPT, GPTConfig, Rollout, right_pad, to_slots
+from kernels import token_kl, token_logprobs_and_entropy
+from reward_model import RewardModel, combine
+
+# The losses, and the beta of each that --beta replaces. It is not the same thing in all: see preference_loss.
+BETA = {"dpo": 0.1, "cdpo": 0.1, "robust": 0.1, "dpo_norm": 0.1, "hinge": 0.1, "ipo": 0.1, "ipo_avg": 0.1, "sppo": 0.1,
+        "kto": 0.1, "rpo": 0.1, "simpo": 2.5, "orpo": 0.1}  # fmt: skip
+WITHOUT_REFERENCE = ("simpo", "orpo")
+FINAL_SAMPLES = 8  # of each held-out prompt, before and after; one in between
+
+
+# fmt: off
+@dataclass
+class Config:
+    seed: int = 0  # of the stories, the sampling, the judge, and the order of the pairs
+    steps: int = 0  # optimizer steps, over all rounds; 0: one pass over the pairs of each
+    out: str = "out"  # folder for dpo.pt and dpo/
+    device: str = "auto"  # auto, cpu, cuda, mps
+    resume: bool = False  # continue from the checkpoint
+    init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    data: str = ""  # a file of preferences (JSONL), a tenth of whose prompts is held out; for kto also of single labelled responses; empty: samples of the model, judged
+    pairs: int = 4000  # labels to train on, over all rounds: a label is one comparison of two responses
+    samples: int = 2  # responses per story, of which the judge's best and worst make a pair
+    judge: Literal["noisy", "gold", "reward_model", "self"] = "noisy"  # sees the gold score through noise, or exactly; reward_model.py; the SFT model itself
+    noise: float = 1.5  # of the noisy judge, in units of the gold score: at 1.5 it agrees with gold in three pairs of four
+    reward_model: str = ""  # checkpoint of --judge reward_model; empty: <out>/reward_model.pt, made if it is missing
+    max_new_tokens: int = 16  # longest sampled response
+    rounds: int = 1  # sample, judge, train; 1: one-shot, all pairs from the SFT model
+    reset_reference: bool = False  # the reference of each round is the policy that it starts with, not the SFT model
+    loss: Literal[tuple(BETA)] = "dpo"  # see preference_loss
+    beta: float | None = None  # strength of the leash to the reference; each loss has its own default
+    label_smoothing: float = 0.1  # cdpo, robust: how likely it is that a label is wrong, where the data do not say; 0: never
+    gamma: float = 1.375  # simpo: by how much the chosen one has to lead; 0: not at all
+    nll_weight: float = 1.0  # rpo: weight of -log pi(chosen)
+    desirable_weight: float = 1.0  # kto: weight of chosen responses
+    undesirable_weight: float = 1.0  # kto: weight of rejected ones
+    batch: int = 64  # pairs per optimizer step
+    micro_batch: int = 128  # responses per forward and backward pass; changes memory, not the gradient
+    lr: float = 1e-4  # peak learning rate
+    warmup: int = 10  # steps of linear warm-up (1: none), then a cosine down to a tenth
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this
+    compare: bool = False  # only print a table: of all losses on the same pairs; with --rounds, of one-shot and iterated
+    seeds: int = 1  # of --compare: repeats with --seed, --seed + 1, ...
+    toy: bool = False  # only print the toy
+    evaluate: int = 512  # held-out problems, and held-out pairs
+    eval_every: int = 10  # steps between two held-out evaluations
+    log_every: int = 5  # steps between two lines
+    save_every: int = 20  # steps between two checkpoints
+
+    def __post_init__(self):
+        if not self.steps >= 0:
+            raise ValueError(f"--steps {self.steps}: must not be negative")
+        if self.beta is None:
+            self.beta = BETA[self.loss]
+        if not self.beta > 0:
+            raise ValueError(f"--beta {self.beta}: must be above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"--label-smoothing {self.label_smoothing}: must be from 0 to below 0.5, where labels say nothing")
+        if self.samples == 1:
+            raise ValueError("--samples 1: there is nothing to compare one response with; use at least 2")
+        if self.data and self.rounds > 1:
+            raise ValueError(f"--rounds {self.rounds}: the labels of --data are given, there is no judge for new responses")
+        if self.rounds > self.pairs:
+            raise ValueError(f"--rounds {self.rounds}: at most one per label, --pairs {self.pairs}")
+# fmt: on
+
+
+def log1mexp(x):
+    """log(1 - exp(x)) for x < 0, exact on either side of -log 2 (Mächler 2012, the log1mexp note of R's Rmpfr)."""
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+def preference_loss(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, loss="dpo", *, label_smoothing=0.0, gamma=0.0,
+    nll_weight=1.0, chosen_lengths=None, rejected_lengths=None, mean_chosen_length=None, policy_kl=None, ref_kl=None,
+    desirable_weight=1.0, undesirable_weight=1.0,
+):  # fmt: skip
+    """The loss of each pair and its two implicit rewards (detached), [B] each, from log-probabilities of whole responses:
+    sums over their tokens, EOS included, [B]. A mean over rows of a padded width would divide beta by that width.
+
+    a, b: chosen and rejected response, log pi - log ref.
+
+    loss      uses      formula                                         what for
+    dpo       sums      -log sigmoid(beta (a - b))                      the original
+    cdpo      sums      (1 - e) dpo(a - b) + e dpo(b - a)               labels that are wrong with chance e = label_smoothing
+    robust    sums      [(1 - e) dpo(a - b) - e dpo(b - a)] / (1 - 2e)  the same, unbiased under flips; may be negative
+    dpo_norm  averages  -log sigmoid(beta (a/|chosen| - b/|rejected|))  length not to count
+    hinge     sums      max(0, 1 - beta (a - b))                        no push once the margin is there
+    ipo       sums      (a - b - 1 / (2 beta))^2                        a margin to reach and not to exceed
+    ipo_avg   averages  the same with a/|chosen|, b/|rejected|          ... whatever the lengths
+    sppo      sums      (a - 1/(2 beta))^2 + (b + 1/(2 beta))^2         both held in place: no leak
+    kto       sums      1 - sigmoid(+-beta (a or b - z0)), see below    single responses, good or bad
+    rpo       sums      dpo + nll_weight * -log pi(chosen) per token    chosen responses to become likely
+    simpo     averages  -log sigmoid(beta (log pi(chosen)/|chosen| - log pi(rejected)/|rejected|) - gamma)     no reference
+    orpo      averages  -log pi(chosen)/|chosen| + beta * -log sigmoid(log odds ratio)                         no reference
+
+    chosen_lengths, rejected_lengths [B]: tokens, where averages are used (and by rpo). label_smoothing may be a number per
+    pair, [B]. Of a micro-batch, rpo is told the mean_chosen_length of the whole step, over whose tokens its mean is. kto may
+    have more chosen than rejected responses or fewer, and returns the losses of the chosen ones, then of the rejected
+    ones, [Bc + Br]; policy_kl, ref_kl [K] are log-probabilities of responses to other prompts. Raises ValueError for an
+    unknown loss, or lengths that are missing.
+    """
+    if loss not in BETA:
+        raise ValueError(f"unknown loss {loss!r}: one of {', '.join(BETA)}")
+    averages = loss in ("dpo_norm", "ipo_avg", "simpo", "orpo")
+    if (averages or loss == "rpo") and (chosen_lengths is None or (averages and rejected_lengths is None)):
+        raise ValueError(f"loss {loss!r} needs chosen_lengths and rejected_lengths")
+    a, b = policy_chosen, policy_rejected
+    if loss not in WITHOUT_REFERENCE:
+        a, b = a - ref_chosen, b - ref_rejected
+    if averages:
+        a, b = a / chosen_lengths, b / rejected_lengths
+
+    if loss in ("dpo", "dpo_norm"):
+        # Rafailov et al. 2023, eq. 7; averages: Lambert et al. 2024 (Tulu 3, arXiv:2411.15124), eq. 6
+        per_pair = -F.logsigmoid(beta * (a - b))
+    elif loss == "cdpo":
+        # Mitchell 2023, a note on DPO with noisy preferences. Least where beta (a - b) is logit(1 - e)
+        z = beta * (a - b)
+        per_pair = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
+    elif loss == "robust":
+        # Ray Chowdhury et al. 2024, arXiv:2403.00409: its mean over the flips is dpo's loss of the true label
+        z = beta * (a - b)
+        flipped = -(1 - label_smoothing) * F.logsigmoid(z) + label_smoothing * F.logsigmoid(-z)
+        per_pair = flipped / (1 - 2 * label_smoothing)
+    elif loss == "hinge":
+        # Zhao et al. 2023 (SLiC-HF, arXiv:2305.10425), with DPO's log-ratios
+        per_pair = torch.relu(1 - beta * (a - b))
+    elif loss in ("ipo", "ipo_avg"):
+        # Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta: of whole responses. TRL takes averages, as the
+        # authors told it they had done
+        per_pair = (a - b - 1 / (2 * beta)) ** 2
+    elif loss == "sppo":
+        # Wu et al. 2024, arXiv:2405.00675, eq. 4.7, for a judge that says 1 or 0
+        per_pair = (a - 1 / (2 * beta)) ** 2 + (b + 1 / (2 * beta)) ** 2
+    elif loss == "kto":
+        # Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8. z0: what any response is expected to have gained, an estimate of
+        # the KL, without gradient
+        z0 = 0.0 if policy_kl is None else (policy_kl - ref_kl).mean().clamp(min=0).detach()
+        desirable = desirable_weight * (1 - torch.sigmoid(beta * (a - z0)))  # [Bc]
+        undesirable = undesirable_weight * (1 - torch.sigmoid(beta * (z0 - b)))  # [Br]
+        per_pair = torch.cat([desirable, undesirable])
+    elif loss == "rpo":
+        # Pang et al. 2024, arXiv:2404.19733, eq. 1, with the mean over all tokens in place of each response's own
+        mean_length = chosen_lengths.to(a.dtype).mean() if mean_chosen_length is None else mean_chosen_length
+        per_pair = -F.logsigmoid(beta * (a - b)) - nll_weight * policy_chosen / mean_length
+    elif loss == "simpo":
+        # Meng et al. 2024, arXiv:2405.14734, eq. 6
+        per_pair = -F.logsigmoid(beta * (a - b) - gamma)
+    elif loss == "orpo":
+        # Hong et al. 2024, arXiv:2403.07691, eq. 4 to 7; odds are p / (1 - p) with p = exp(a), and beta is its lambda
+        sure = torch.finfo(a.dtype).eps  # p = 1 has no odds
+        log_odds_ratio = (a - log1mexp(a.clamp(max=-sure))) - (b - log1mexp(b.clamp(max=-sure)))
+        per_pair = -a - beta * F.logsigmoid(log_odds_ratio)
+    return per_pair, beta * a.detach(), beta * b.detach()
+
+
+def best_worst_pairs(scores):
+    """scores [P, n] of n responses to each of P prompts -> for each prompt (best, worst), or None if all score the same.
+    Of equal ones the first."""
+    return [None if row.max() == row.min() else (int(row.argmax()), int(row.argmin())) for row in scores]
+
+
+def swap_average(first_ab, first_ba):
+    """What a judge that was asked in both orders says (Lee et al. 2023, section 2.1.1). first_ab, first_ba [B]: the
+    probability it gives to the one shown first, A in the first order and B in the second -> (probability that A is
+    better [B], whether both orders agree [B], position bias: by how much it is for the first one on average)."""
+    probability = (first_ab + 1 - first_ba) / 2
+    return probability, (first_ab > 0.5) == (first_ba < 0.5), ((first_ab + first_ba) / 2 - 0.5).mean().item()
+
+
+def sign_test(wins, n):
+    """The chance of at least so many wins among n fair coins: one-sided."""
+    return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
+
+
+@torch.no_grad()
+def ask(model, tokenizer, questions, micro_batch):
+    """The probability that `model` gives to the first of stories.LABELS, against the second, behind each question. Of
+    questions longer than its context it reads the end. -> [B]"""
+    labels = [tokenizer.encode_ordinary(label) for label in stories.LABELS]
+    if any(len(label) != 1 for label in labels):
+        raise SystemExit(f"--judge self: the labels {stories.LABELS} must be one token each in this vocabulary")
+    texts = [tokenizer.encode_ordinary(question)[-model.config.context :] for question in questions]
+    probability = torch.zeros(len(texts))
+    for rows in common.by_length(list(map(len, texts)), micro_batch):
+        ids, mask = (x.to(model.wte.weight.device) for x in right_pad([texts[i] for i in rows]))  # [b, L]
+        last = model.hidden(ids)[torch.arange(len(rows)), mask.sum(1) - 1]  # [b, C]
+        logits = model.lm_head(last).float()[:, [label[0] for label in labels]]  # [b, 2]
+        probability[rows] = logits.softmax(1)[:, 0].cpu()
+    return probability
+
+
+def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
+    """What the judge thinks of n responses (texts) to each of P problems -> scores [P, n], of which only the order in a row
+    matters, and what the language model was asked and said, as for `swap_average`, if it is the judge: ([P], [P])."""
+    if config.judge == "self":
+        first, second = zip(*groups)
+        ab = [stories.judge_question(p.prompt, a, b) for p, a, b in zip(problems, first, second)]
+        ba = [stories.judge_question(p.prompt, b, a) for p, a, b in zip(problems, first, second)]
+        asked = ask(model, tokenizer, ab + ba, config.micro_batch).chunk(2)
+        probability, _, _ = swap_average(*asked)
+        return torch.stack([probability, 1 - probability], 1), asked
+    if config.judge == "reward_model":
+        texts = [
+            tokenizer.encode_ordinary(p.prompt) + tokenizer.encode_ordinary(text) + [tokenizer.eot_token]
+            for p, group in zip(problems, groups) for text in group
+        ]  # fmt: skip
+        scores = torch.zeros(len(texts))
+        for rows in common.by_length(list(map(len, texts)), config.micro_batch):
+            ids, mask = (x.to(config.device) for x in right_pad([texts[i] for i in rows]))  # [b, L]
+            scores[rows] = combine(reward_model(ids, mask)).cpu()
+        return scores.view(len(groups), -1), None
+    scores = [[stories.gold_score(p, text) for text in texts] for p, texts in zip(problems, groups)]
+    if config.judge == "noisy":
+        # The difference of two Gumbel variables is logistic: so the first of two wins with the chance
+        # sigmoid((gold_1 - gold_2) / noise), as with Bradley and Terry's judge in data/stories.py
+        scores = [[s - config.noise * math.log(-math.log(1 - rng.random())) for s in row] for row in scores]
+    return torch.tensor(scores, dtype=torch.float64), None
+
+
+@torch.no_grad()
+def sample_pairs(policy, tokenizer, count, name, config, model, reward_model, held_out=False):
+    """`count` comparisons of what `policy` says: config.samples responses to each of so many new stories, the judge's
+    best and worst. -> (rows as in data/preferences.py; how many stories gave none, by reason). `name` seeds it."""
+    rng, rows = random.Random(common.seed_of("stories", *name)), []
+    generator, n = common.generator(config.device, *name), config.samples
+    dropped = {"equal": 0, "tied": 0, "cut off": 0}
+    for _ in range(20):  # rounds: some stories of each give no pair, of some models none does
+        if len(rows) >= count:
+            break
+        problems = [stories.make_problem(rng, held_out) for _ in range(max(8, count - len(rows)))]
+        texts, ended = [], []
+        for i in range(0, len(problems), 512):
+            prompts = [tokenizer.encode_ordinary(p.prompt) for p in problems[i : i + 512] for _ in range(n)]
+            rollout = policy.generate(prompts, config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
+            texts += rollout.texts(tokenizer)
+            last = rollout.ids[:, rollout.prompt_len :].gather(1, rollout.mask.sum(1, keepdim=True) - 1)  # [B, 1]
+            ended += (last[:, 0] == tokenizer.eot_token).tolist()
+        groups = [texts[i : i + n] for i in range(0, len(texts), n)]
+        scores, asked = judge_scores(problems, groups, rng, config, tokenizer, model, reward_model)
+        for k, (problem, group, pair) in enumerate(zip(problems, groups, best_worst_pairs(scores))):
+            if len(rows) >= count:
+                break
+            if not all(ended[k * n : (k + 1) * n]):  # written to a file, it would look as if it had ended there
+                dropped["cut off"] += 1
+            elif len(set(group)) == 1 or (pair and group[pair[0]] == group[pair[1]]):
+                dropped["equal"] += 1
+            elif pair is None:
+                dropped["tied"] += 1
+            else:
+                chosen, rejected = group[pair[0]], group[pair[1]]
+                gold = stories.gold_score(problem, chosen) - stories.gold_score(problem, rejected)
+                row = dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=round(gold, 4))
+                if asked:
+                    row["probability"] = scores[k, pair[0]].item()
+                    row["asked"] = [asked[0][k].item(), asked[1][k].item()]
+                rows.append(row)
+    return rows, dropped
+
+
+def judge_report(rows):
+    """How a language model judged: a line of text."""
+    first_ab, first_ba = torch.tensor([row["asked"] for row in rows]).T
+    _, consistent, bias = swap_average(first_ab, first_ba)
+    right = [row["gold"] > 0 for row in rows if row["gold"]]
+    # asked once, in the order of sampling: the row's `probability` of `chosen` says which of the two was chosen
+    return (
+        f"the model as its own judge: sides with gold in {sum(right) / max(1, len(right)):.1%}; the same in both orders in "
+        f"{consistent.float().mean():.1%}; position bias {bias:+.3f} in favour of the answer shown first"
+    )
+
+
+@dataclass
+class Preferences:
+    """Comparisons as tensors: M elements, each a pair of responses, or with single labelled responses one."""
+
+    rollout: Rollout  # R responses, with their prompts
+    elements: torch.Tensor  # [M, 2] numbers of responses, chosen and rejected; or [M, 1]
+    chosen: torch.Tensor  # [R] bool: whether a response is a chosen (desirable) one
+    lengths: torch.Tensor  # [R] tokens of each response, EOS included
+    smoothing: torch.Tensor  # [M] how likely the label is wrong: 1 - probability if the row says it, or --label-smoothing
+    mismatched: Rollout | None  # for kto: each prompt with the response to another prompt
+    ref_logp: torch.Tensor | None = None  # [R] of the responses under the reference: computed once
+    mismatched_ref_logp: torch.Tensor | None = None  # [R]
+
+
+def as_tensors(rows, tokenizer, context, config):
+    """Rows of preferences -> (Preferences, or None if nothing is left; how many were dropped, by reason).
+
+    "equal": chosen and rejected are the same, nothing can be learned from them. "too long": a text does not fit the
+    context; it is not cut, as a response without its end would teach to run on."""
+    dropped, prompts, responses, chosen, elements, smoothing = {"equal": 0, "too long": 0}, [], [], [], [], []
+    for row in rows:
+        prompt = tokenizer.encode_ordinary(row["prompt"])
+        texts = [row["chosen"], row["rejected"]] if "chosen" in row else [row["response"]]
+        ids = [tokenizer.encode_ordinary(text) + [tokenizer.eot_token] for text in texts]
+        if len(ids) == 2 and ids[0] == ids[1]:
+            dropped["equal"] += 1
+        elif len(prompt) + max(map(len, ids)) > context:
+            dropped["too long"] += 1
+        else:
+            elements.append([len(responses) + i for i in range(len(ids))])
+            prompts += [prompt] * len(ids)
+            responses += ids
+            chosen += [True, False] if len(ids) == 2 else [row["label"]]
+            smoothing.append(1 - row["probability"] if "probability" in row else config.label_smoothing)
+    if not elements:
+        return None, dropped
+    mismatched = None
+    if config.loss == "kto":
+        # the response of the next row with another prompt, cut where it exceeds the context
+        others, j = [], 0
+        for i, prompt in enumerate(prompts):
+            j = max(i + 1, j)
+            while j < i + len(prompts) and prompts[j % len(prompts)] == prompt:
+                j += 1
+            others.append(responses[j % len(prompts)][: context - len(prompt)])
+        mismatched = Rollout.of(prompts, others, config.device)
+    rollout = Rollout.of(prompts, responses, config.device)
+    elements, chosen, smoothing = torch.tensor(elements), torch.tensor(chosen), torch.tensor(smoothing)
+    on = lambda x: x.to(config.device)  # noqa: E731
+    return Preferences(rollout, on(elements), on(chosen), rollout.mask.sum(1), on(smoothing), mismatched), dropped
+
+
+def sequence_logprobs(model, rollout, micro_batch):
+    """log p(response | prompt) under `model`, summed over tokens, without gradient. -> [R]"""
+    lengths = rollout.attention_mask.sum(1).tolist()
+    micro_batches = [torch.tensor(rows, device=rollout.ids.device) for rows in common.by_length(lengths, micro_batch)]
+    return model.rollout_logprobs(rollout, micro_batches).sum(1)
+
+
+def ask_reference(reference, data, config):
+    """The reference's log-probabilities, once for all steps; none where the loss has no reference."""
+    if config.loss not in WITHOUT_REFERENCE:
+        data.ref_logp = sequence_logprobs(reference, data.rollout, config.micro_batch)
+    if data.mismatched:
+        data.mismatched_ref_logp = sequence_logprobs(reference, data.mismatched, config.micro_batch)
+
+
+def new_optimizer(policy, config):
+    return torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+
+
+def update(policy, optimizer, data, step, name, config):
+    """One optimizer step on the next config.batch elements, in an order that `name` seeds. -> the means of the step: loss,
+    margin (of the implicit rewards), train_accuracy (a tie is wrong), grad_norm, tokens."""
+    M = len(data.elements)
+    epoch, i = divmod(step, -(-M // config.batch))
+    order = torch.randperm(M, generator=common.generator("cpu", *name, epoch)).to(data.elements.device)
+    elements = order[i * config.batch : (i + 1) * config.batch]  # [b]
+    rows = data.elements[elements]  # [b, 2] or [b, 1]
+    n_losses = rows.numel() if config.loss == "kto" else len(rows)
+    options = dict(gamma=config.gamma, nll_weight=config.nll_weight, desirable_weight=config.desirable_weight,
+                   undesirable_weight=config.undesirable_weight)  # fmt: skip
+    # what is a mean over the whole step is computed before it is cut
+    if config.loss == "rpo":
+        options["mean_chosen_length"] = data.lengths[rows[:, 0]].float().mean()
+    if config.loss == "kto":
+        others = rows.flatten()
+        options["ref_kl"] = data.mismatched_ref_logp[others]
+        options["policy_kl"] = sequence_logprobs(policy, data.mismatched.select(others), config.micro_batch)
+
+    stats = dict.fromkeys(("loss", "margin", "train_accuracy"), 0.0)
+    longest = (data.rollout.attention_mask.sum(1)[rows]).amax(1)  # [b]
+    for part in longest.argsort(stable=True).split(max(1, config.micro_batch // rows.shape[1])):
+        flat = rows[part].flatten()  # chosen, rejected, chosen, rejected ...
+        hidden, tokens = policy.response_states(data.rollout, flat)  # [N, C], [N]
+        logp = to_slots(policy.token_logprobs(hidden, tokens), data.rollout.mask[flat]).sum(1)  # [2b]
+        w, l = flat[data.chosen[flat]], flat[~data.chosen[flat]]  # noqa: E741
+        ref = (None, None) if data.ref_logp is None else (data.ref_logp[w], data.ref_logp[l])
+        losses, chosen_reward, rejected_reward = preference_loss(
+            logp[data.chosen[flat]], logp[~data.chosen[flat]], *ref, config.beta, config.loss,
+            label_smoothing=data.smoothing[elements[part]], chosen_lengths=data.lengths[w],
+            rejected_lengths=data.lengths[l], **options,
+        )  # fmt: skip
+        loss = losses.sum() / n_losses
+        loss.backward()
+        stats["loss"] += loss.item()
+        if rows.shape[1] == 2:
+            stats["margin"] += (chosen_reward - rejected_reward).sum().item() / len(rows)
+            stats["train_accuracy"] += (chosen_reward > rejected_reward).sum().item() / len(rows)
+    if rows.shape[1] == 1:
+        del stats["margin"], stats["train_accuracy"]  # nothing was compared
+    stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
+    # if not, the weights stay as they are, and the caller stops
+    if math.isfinite(stats["loss"]) and math.isfinite(stats["grad_norm"]):
+        optimizer.step()
+    optimizer.zero_grad()
+    return stats, int(data.rollout.attention_mask[rows.flatten()].sum())
+
+
+@torch.no_grad()
+def measure_pairs(policy, data, config):
+    """What happens to the held-out pairs: the mean log-probabilities of their chosen and rejected responses, absolute and
+    against the reference (data.ref_logp), and how often the implicit rewards of the loss side with the judge."""
+    logp, w = sequence_logprobs(policy, data.rollout, config.micro_batch), data.chosen  # [R]
+    ratio = logp - data.ref_logp
+    found = dict(chosen_logp=logp[w], chosen_logratio=ratio[w], rejected_logp=logp[~w], rejected_logratio=ratio[~w])
+    found = {key: value.mean().item() for key, value in found.items()}
+    if data.elements.shape[1] == 2:
+        chosen, rejected = data.elements.T
+        _, chosen_reward, rejected_reward = preference_loss(
+            logp[chosen], logp[rejected], data.ref_logp[chosen], data.ref_logp[rejected], config.beta, config.loss,
+            chosen_lengths=data.lengths[chosen], rejected_lengths=data.lengths[rejected],
+        )  # fmt: skip
+        found["preference_accuracy"] = (chosen_reward > rejected_reward).float().mean().item()
+    return found
+
+
+@torch.no_grad()
+def measure_samples(policy, reference, prompts, problems, tokenizer, samples, config):
+    """What the policy says to held-out prompts (token ids): its KL to the reference in nats per response, exact at each
+    position, its entropy per token and the length of its responses; if `problems` are given, accuracy and gold score.
+    -> (means, texts)"""
+    generator = common.generator(config.device, "held out", config.seed)
+    several = [prompt for prompt in prompts for _ in range(samples)]
+    found, texts = {"kl": [], "entropy": [], "length": []}, []
+    for i in range(0, len(several), 1024):
+        rollout = policy.generate(several[i : i + 1024], config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
+        for rows in torch.arange(len(rollout.ids), device=config.device).split(config.micro_batch):
+            hidden, tokens = policy.response_states(rollout, rows)  # [N, C], [N]
+            logits = policy.lm_head.all_logits(hidden)  # [N, W]
+            ref_logits = reference.lm_head.all_logits(reference.response_states(rollout, rows)[0])
+            kl = token_kl(logits, ref_logits, vocab_size=policy.config.vocab_size)  # [N]
+            found["kl"] += to_slots(kl, rollout.mask[rows]).sum(1).tolist()
+            found["entropy"] += token_logprobs_and_entropy(logits, tokens, vocab_size=policy.config.vocab_size)[1].tolist()
+        found["length"] += rollout.mask.sum(1).tolist()
+        texts += rollout.texts(tokenizer)
+    if problems:
+        several = [problem for problem in problems for _ in range(samples)]
+        found["accuracy"] = [accuracy_reward(text, problem.answer) for problem, text in zip(several, texts)]
+        found["gold"] = [stories.gold_score(problem, text) for problem, text in zip(several, texts)]
+    return {name: sum(values) / len(values) for name, values in found.items()}, texts
+
+
+@torch.no_grad()
+def where_the_mass_went(policy, reference, rollout, micro_batch):
+    """By how much each token has gained, the mean over all positions of these responses of p(token) - p_ref(token). -> [V]"""
+    gain, n = torch.zeros(policy.config.vocab_size, device=rollout.ids.device), 0
+    for rows in torch.arange(len(rollout.ids), device=rollout.ids.device).split(micro_batch):
+        p, q = (model.lm_head(model.response_states(rollout, rows)[0]).float().softmax(-1) for model in (policy, reference))
+        gain, n = gain + (p - q).sum(0), n + len(p)
+    return gain / n
+
+
+def train(policy, reference, rows, config, tokenizer, model, reward_model):
+    """All rounds without a log, for tables. `rows`: the comparisons that one-shot has. The first round has the first of
+    them."""
+    optimizer = new_optimizer(policy, config)
+    share = len(rows) // config.rounds
+    per_round = -(-share // config.batch)
+    for r in range(config.rounds):
+        mine = rows[:share] if r == 0 else sample_pairs(
+            policy, tokenizer, share, ("pairs", config.seed, r), config, model, reward_model
+        )[0]  # fmt: skip
+        data, _ = as_tensors(mine, tokenizer, policy.config.context, config)
+        ask_reference(policy if config.reset_reference else reference, data, config)
+        for k in range(per_round):
+            lr = common.cosine_lr(r * per_round + k, dataclasses.replace(config, steps=config.rounds * per_round))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            update(policy, optimizer, data, k, ("order", config.seed, r), config)
+
+
+def compare(reference, file_rows, file_held_out_rows, prompts, problems, tokenizer, reward_model, config):
+    """A table of what each loss makes of the same pairs, or, with several rounds, of one-shot and iterated training with as
+    many labels and as many steps."""
+    if config.rounds == 1:
+        variants = {f"{loss}, beta {beta:g}": dict(loss=loss, beta=beta) for loss, beta in BETA.items()}
+    else:
+        n = config.rounds
+        variants = {
+            "one-shot": dict(rounds=1),
+            f"{n} rounds, reference kept": dict(reset_reference=False),
+            f"{n} rounds, reference reset": dict(reset_reference=True),
+        }
+    found = {name: [] for name in variants}  # one dictionary per seed
+    began, done, total = time.perf_counter(), 0, len(variants) * config.seeds
+    for seed in range(config.seed, config.seed + config.seeds):
+        seeded = dataclasses.replace(config, seed=seed)
+        sampled = (config, reference, reward_model)
+        rows, held_out_rows = file_rows, file_held_out_rows
+        if not config.data:
+            rows, _ = sample_pairs(reference, tokenizer, config.pairs, ("pairs", seed, 0), *sampled)
+            held_out_rows, _ = sample_pairs(reference, tokenizer, config.evaluate, ("held out", seed), *sampled, True)
+        for name, changes in variants.items():
+            mine, policy = dataclasses.replace(seeded, **changes), copy.deepcopy(reference).requires_grad_(True)
+            started = time.perf_counter()
+            train(policy, reference, rows, mine, tokenizer, reference, reward_model)
+            seconds = time.perf_counter() - started
+            held_out, _ = as_tensors(held_out_rows, tokenizer, policy.config.context, mine)
+            held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
+            means, _ = measure_samples(policy, reference, prompts, problems, tokenizer, FINAL_SAMPLES, mine)
+            found[name].append({**means, **measure_pairs(policy, held_out, mine), "seconds": seconds})
+            done += 1
+            left = (time.perf_counter() - began) / done * (total - done)
+            print(f"  seed {seed}, {name}: accuracy {means['accuracy']:.3f}   {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
+
+    columns = dict(gold="gold", kl="kl", chosen_logratio="chosen vs ref", rejected_logratio="rejected vs ref", length="length",
+                   seconds="seconds")  # fmt: skip
+    before, _ = measure_samples(reference, reference, prompts, problems, tokenizer, FINAL_SAMPLES, config)
+    print(f"\n{config.pairs} labels of the judge ({config.judge}); held-out accuracy of each seed, the rest is the mean over seeds")
+    print(f"{'':<28}{'accuracy':>{8 * config.seeds}}" + "".join(f"{heading:>17}" if "ref" in heading else f"{heading:>9}" for heading in columns.values()))
+    print(f"{'before':<28}{before['accuracy']:>8.3f}{'':>{8 * (config.seeds - 1)}}{before['gold']:>9.3f}{0:>9.3f}{0:>17.2f}{0:>17.2f}{before['length']:>9.1f}")
+    for name, runs in found.items():
+        mean = {key: sum(run[key] for run in runs) / len(runs) for key in columns}
+        print(
+            f"{name:<28}" + "".join(f"{run['accuracy']:>8.3f}" for run in runs)
+            + f"{mean['gold']:>9.3f}{mean['kl']:>9.3f}{mean['chosen_logratio']:>+17.2f}{mean['rejected_logratio']:>+17.2f}"
+            f"{mean['length']:>9.1f}{mean['seconds']:>9.1f}"
+        )  # fmt: skip
+    if config.rounds > 1:
+        one_shot = [run["accuracy"] for run in found.pop("one-shot")]
+        for name, runs in found.items():
+            wins, differ = sum(run["accuracy"] > a for run, a in zip(runs, one_shot)), sum(run["accuracy"] != a for run, a in zip(runs, one_shot))
+            print(f"{name}: better than one-shot with {wins} of {differ} seeds; by chance so many with p = {sign_test(wins, differ):.3f} (sign test, one-sided)")
+
+
+def toy_run(beta, steps=200, lr=0.5):
+    """Two completions with one learnable log-probability each, both -5 at first and in the reference; gradient descent on
+    the DPO loss. -> log-probabilities [2]"""
+    logp, ref = torch.full((2,), -5.0, dtype=torch.float64, requires_grad=True), torch.full((2,), -5.0, dtype=torch.float64)
+    for _ in range(steps):
+        loss, _, _ = preference_loss(logp[:1], logp[1:], ref[:1], ref[1:], beta)
+        logp.data -= lr * torch.autograd.grad(loss.mean(), logp)[0]
+    return logp.detach()
+
+
+def leak_run(features=(1.0, 0.0, 5.0), beta=0.1, steps=200, lr=0.5):
+    """Three outcomes with logits theta * features and a uniform reference; the first is preferred to the second. ->
+    log-probabilities [3]"""
+    theta, features = torch.zeros((), dtype=torch.float64, requires_grad=True), torch.tensor(features, dtype=torch.float64)
+    ref = torch.full((3,), -math.log(3), dtype=torch.float64)
+    for _ in range(steps):
+        logp = (theta * features).log_softmax(0)  # [3]
+        loss, _, _ = preference_loss(logp[:1], logp[1:2], ref[:1], ref[1:2], beta)
+        theta.data -= lr * torch.autograd.grad(loss.mean(), theta)[0]
+    return (theta * features).log_softmax(0).detach()
+
+
+def print_toy():
+    print("Two completions, one log-probability each, 200 steps of gradient descent at lr 0.5 on the DPO loss:\n")
+    print(f"{'beta':>6}{'log pi - log ref':>20}{'implicit reward':>18}{'P(win)':>9}")
+    for beta in (0.1, 1.0):
+        drift = toy_run(beta) + 5
+        print(f"{beta:>6}{f'{drift[0]:+.4f}, {drift[1]:+.4f}':>20}{f'{beta * drift[0]:+.4f}, {beta * drift[1]:+.4f}':>18}"
+              f"{torch.sigmoid(beta * (drift[0] - drift[1])):>9.4f}")  # fmt: skip
+    wrong = 0.1 * (toy_run(1.0) + 5)
+    print(f"""
+P(win) = sigmoid(beta * (difference of the log-ratios)) is what the loss fits. Whoever trains with beta 1 and prints with
+beta 0.1 sees {wrong[0]:+.2f} and P(win) {torch.sigmoid(wrong[0] - wrong[1]):.2f}, and believes in a policy that has hardly moved. To the same P(win) = 0.69 it moves by
+""" + "   ".join(f"{math.log(0.69 / 0.31) / beta / 2:.4f} (beta {beta})" for beta in (0.1, 0.5, 1.0)) + """
+on either side: exactly 1 / beta. A larger beta is a shorter leash.
+""")  # fmt: skip
+    before, after = -math.log(3), leak_run()
+    print("The mass leak: three outcomes that share one parameter (logits theta * 1, 0, 5), the first preferred to the second:\n")
+    for name, value in zip(("chosen", "rejected", "never compared"), after.tolist()):
+        print(f"  {name:<15} log-probability {before:+.2f} -> {value:+.2e}" if value > -1e-3 else f"  {name:<15} log-probability {before:+.2f} -> {value:+.2f}")
+    print(f"""
+The margin beta (a - b) has grown from 0 to {0.1 * (after[0] - after[1]):+.3f} and the loss is content; yet chosen and rejected have both become all
+but impossible. The only way to lift the first above the second was theta, and it lifts the third five times as much.""")
+
+
+def main(config):
+    if config.toy:
+        return print_toy()
+
+    # 0. The policy, the frozen reference, and whoever judges
+    tokenizer = get_tokenizer(config.tokenizer)
+    rows = read_preferences(config.data, single=True) if config.data else []  # first, as a mistake in it should cost no time
+    single = bool(rows) and "response" in rows[0]
+    if single and config.loss != "kto":
+        raise SystemExit(f"{config.data} has single responses, not pairs: only --loss kto learns from them")
+    init = config.init or os.path.join(config.out, "sft.pt")
+    if not config.init and not config.resume:
+        common.make_if_missing("sft", init, config)
+    checkpoint = common.load_checkpoint(init, tokenizer)
+    policy = GPT(GPTConfig(**checkpoint["model_config"]))
+    policy.load_state_dict(checkpoint["model"])
+    policy.to(config.device)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    inits, reward_model = [init, *([config.data] if config.data else [])], None
+    if config.judge == "reward_model" and not config.data:
+        path = config.reward_model or os.path.join(config.out, "reward_model.pt")
+        if not config.reward_model and not config.resume:
+            common.make_if_missing("reward_model", path, config, init=init, max_new_tokens=config.max_new_tokens)
+        judge = common.load_checkpoint(path, tokenizer, reward_model=True)
+        if judge["step"] < judge["steps"]:
+            raise SystemExit(f"{path} stopped at step {judge['step']} of {judge['steps']}: finish it first, with --resume")
+        reward_model = RewardModel(GPTConfig(**judge["model_config"]), judge["config"]["ensemble"])
+        reward_model.load_state_dict(judge["model"])
+        reward_model.to(config.device).requires_grad_(False)
+        inits.append(path)
+    sampled = (config, reference, reward_model)  # what sample_pairs has to know
+
+    # 1. What is held out: stories, or else a tenth of the file's prompts
+    problems = stories.held_out_problems(config.evaluate) if config.tokenizer == "stories" else []
+    held_out_rows = []
+    if config.data:
+        names = sorted({row["prompt"] for row in rows})
+        others = set(random.Random(common.seed_of("split", config.seed)).sample(names, max(1, len(names) // 10)))
+        held_out_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
+        rows = [row for row in rows if row["prompt"] not in others]
+    else:
+        # 500 stories: the longest prompt of them has to fit
+        training = [stories.make_problem(random.Random(i)) for i in range(500)]
+        require_room(policy, tokenizer, training, config.max_new_tokens)
+        held_out_rows, _ = sample_pairs(reference, tokenizer, config.evaluate, ("held out", config.seed), *sampled, True)
+    if problems:
+        require_room(policy, tokenizer, problems, config.max_new_tokens)
+        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems]
+    else:
+        room = policy.config.context - config.max_new_tokens
+        prompts = [tokenizer.encode_ordinary(prompt) for prompt in dict.fromkeys(row["prompt"] for row in held_out_rows)]
+        prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+    held_out, _ = as_tensors(held_out_rows, tokenizer, policy.config.context, config)
+    if not held_out or not prompts:
+        raise SystemExit(
+            f"{config.data or 'samples of ' + init}: nothing to test on: {len(held_out_rows)} held-out comparisons, {len(prompts)} "
+            f"prompts with room for --max-new-tokens {config.max_new_tokens} in the context of {policy.config.context}"
+        )
+    if config.compare:
+        return compare(reference, rows, held_out_rows, prompts, problems, tokenizer, reward_model, config)
+
+    # 2. The number of steps: the same for each round
+    if config.data:
+        data, dropped = as_tensors(rows, tokenizer, policy.config.context, config)
+        share = len(data.elements) if data else 0
+    else:
+        share = config.pairs // config.rounds
+    per_round = -(-config.steps // config.rounds) if config.steps else -(-share // config.batch)
+    config.steps = per_round * config.rounds
+    columns = "loss chosen_logp chosen_logratio rejected_logp rejected_logratio train_accuracy preference_accuracy"
+    columns += " accuracy gold kl length" if problems else " kl length entropy"
+    optimizer = new_optimizer(policy, config)
+    run = common.Run("dpo", config, tokenizer, columns, *inits)
+    step = run.restore(policy, optimizer)
+    if run.checkpoint and config.rounds > 1 and run.checkpoint["steps"] != config.steps:
+        raise SystemExit(f"{run.path} was made with --steps {run.checkpoint['steps']}: with --rounds they decide when a round ends")
+    held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
+
+    def begin_round(r):
+        """New comparisons, of what the policy says now, and the reference's log-probabilities of them, once."""
+        if config.data:
+            new, why = rows, dropped
+        else:
+            new, why = sample_pairs(policy, tokenizer, share, ("pairs", config.seed, r), *sampled)
+        data, lost = as_tensors(new, tokenizer, policy.config.context, config)
+        why = ", ".join(f"{n} {reason}" for reason, n in (*why.items(), *lost.items()) if n) or "none"
+        print(f"round {r + 1} of {config.rounds}: {len(data.elements) if data else 0} {'responses' if single else 'pairs'}; dropped: {why}")
+        if not data:
+            raise SystemExit(f"{config.data or 'samples of the policy'}: nothing to learn from")
+        if not config.data:
+            write_preferences(run.folder / ("preferences.jsonl" if r == 0 else f"preferences-{r + 1}.jsonl"), new)
+        if not config.data and config.judge == "self":
+            print(judge_report(new))
+        ask_reference(policy if config.reset_reference else reference, data, config)
+        return new, data
+
+    def measure(step, samples):
+        """The gauge, on pairs and prompts that nobody trained on."""
+        means, texts = measure_samples(policy, reference, prompts, problems, tokenizer, samples, config)
+        shown = [
+            f"- {tokenizer.decode(prompts[i])}\n  `{texts[i * samples].strip()}`"
+            + (f" gold {stories.gold_score(problems[i], texts[i * samples]):.2f}" if problems else "")
+            for i in range(min(6, len(prompts)))  # the same ones each time
+        ]
+        run.sample(step, "\n".join(shown))
+        return {**means, **measure_pairs(policy, held_out, config)}
+
+    def mass_leak(step, found):
+        gain = where_the_mass_went(policy, reference, held_out.rollout, config.micro_batch)
+        top = ", ".join(f"{tokenizer.decode([i])!r} {gain[i]:+.3f}" for i in gain.topk(5).indices.tolist())
+        return (
+            f"mass leak at step {step}: of held-out pairs, chosen responses are {-found['chosen_logratio']:.2f} nats less likely than "
+            f"under the reference, rejected ones {-found['rejected_logratio']:.2f}. Where they are, these tokens gained most: {top}"
+        )
+
+    if not config.resume:
+        run.log(0, **measure(0, FINAL_SAMPLES))
+        run.save(0, policy, optimizer, ref_logp=None, mismatched_ref_logp=None, rows=None)
+    leaks = lambda found: found["chosen_logratio"] < 0 and found["rejected_logratio"] < 0  # noqa: E731
+    warned = any(leaks(line) for line in run.metrics() if "chosen_logratio" in line)
+    data, tokens, busy = None, 0, 0.0
+    while step < config.steps:
+        began = time.perf_counter()
+        # 3. A round begins; or goes on, after --resume, with its pairs and what its reference said of them
+        r, k = divmod(step, per_round)
+        if k == 0:
+            new, data = begin_round(r)
+        elif data is None:
+            new = rows if config.data else run.checkpoint["rows"]
+            data, _ = as_tensors(new, tokenizer, policy.config.context, config)
+            data.ref_logp, data.mismatched_ref_logp = (
+                None if x is None else x.to(config.device)
+                for x in (run.checkpoint["ref_logp"], run.checkpoint["mismatched_ref_logp"])
+            )
+
+        # 4. One step
+        lr = common.cosine_lr(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        stats, n = update(policy, optimizer, data, k, ("order", config.seed, r), config)
+        step += 1
+        run.require_finite(step, loss=stats["loss"], grad_norm=stats["grad_norm"])
+        tokens, busy = tokens + n, busy + time.perf_counter() - began
+
+        # 5. Log and checkpoint
+        evaluate, last = step % config.eval_every == 0, step == config.steps
+        if evaluate or last or step % config.log_every == 0:
+            found = measure(step, FINAL_SAMPLES if last else 1) if evaluate or last else {}
+            run.log(step, **stats, **found, lr=lr, tokens_per_second=tokens / busy)
+            tokens, busy = 0, 0.0
+            if found and leaks(found) and not warned:
+                warned = True
+                print(mass_leak(step, found), flush=True)
+        run.save(
+            step, policy, optimizer, config.save_every, ref_logp=data.ref_logp,
+            mismatched_ref_logp=data.mismatched_ref_logp, rows=None if config.data else new,
+        )  # fmt: skip
+
+    # 6. What happened
+    run.plot(("kl", "accuracy", "gold") if problems else "kl", ("step", "chosen_logratio", "rejected_logratio"), "preference_accuracy", "length")
+    lines = [line for line in run.metrics() if "kl" in line]
+    first, last = lines[0], lines[-1]
+    table = [
+        ("accuracy (pass@1)", "accuracy", ".3f", "a single sample at temperature 1"),
+        ("gold score", "gold", ".3f", "what the judge sees through noise; at most 3.5" if config.judge == "noisy" else "at most 3.5"),
+        ("KL to reference", "kl", ".3f", "nats per response, on fresh samples; the reference is the SFT model"),
+        ("response length", "length", ".1f", "tokens"),
+        ("entropy", "entropy", ".3f", "nats per token"),
+        ("chosen log-prob", "chosen_logp", ".2f", "of held-out pairs, summed over the response"),
+        ("rejected log-prob", "rejected_logp", ".2f", "both may fall: see the docstring"),
+        ("sides with the judge", "preference_accuracy", ".3f", "implicit rewards, on held-out pairs; at the start all are 0, and ties are wrong"),
+    ]
+    labels = f"{len(rows) if config.data else share * config.rounds} labels"
+    print(f"\nDPO ({config.loss}, beta {config.beta:g}): {config.steps} steps on {labels} in {last['seconds']:.0f} seconds; on {len(prompts)} held-out prompts:")
+    for name, key, form, meaning in table:
+        if key in last:
+            print(f"  {name:<21}{format(first[key], form):>7} -> {format(last[key], form):>7}   {meaning}")
+    if leaks(last):
+        print(mass_leak(last["step"], last))
+    print(f"""  {run.path}, {run.folder}/samples.md (the same prompts before, during and after), {run.folder}/metrics.jsonl
+next: python dpo.py --rounds 4 --init {init} --out {os.path.join(config.out, "iterated")}""")
+
+
+if __name__ == "__main__":
+    main(common.parse(Config, __doc__))
