@@ -54,7 +54,8 @@ import torch.nn.functional as F
 import common
 from data import accuracy_reward, get_tokenizer, stories
 from data.evaluation import require_room
-from data.preferences import read_preferences, write_preferences
+from data.judges import ask_both_orders, gold_scores, report, swap_average
+from data.preferences import read_preferences, sample_best_worst, write_preferences
 from gpt import GPT, GPTConfig, Rollout, right_pad, to_slots
 from kernels import token_kl, token_logprobs_and_entropy
 from reward_model import RewardModel, combine
@@ -116,6 +117,8 @@ class Config:
             raise ValueError(f"--label-smoothing {self.label_smoothing}: must be from 0 to below 0.5, where labels say nothing")
         if self.samples == 1:
             raise ValueError("--samples 1: there is nothing to compare one response with; use at least 2")
+        if self.judge == "self" and self.samples > 2:
+            raise ValueError(f"--samples {self.samples}: --judge self compares two answers")
         if self.data and self.rounds > 1:
             raise ValueError(f"--rounds {self.rounds}: the labels of --data are given, there is no judge for new responses")
         if self.rounds > self.pairs:
@@ -213,50 +216,16 @@ def preference_loss(
     return per_pair, beta * a.detach(), beta * b.detach()
 
 
-def best_worst_pairs(scores):
-    """scores [P, n] of n responses to each of P prompts -> for each prompt (best, worst), or None if all score the same.
-    Of equal ones the first."""
-    return [None if row.max() == row.min() else (int(row.argmax()), int(row.argmin())) for row in scores]
-
-
-def swap_average(first_ab, first_ba):
-    """What a judge that was asked in both orders says (Lee et al. 2023, section 2.1.1). first_ab, first_ba [B]: the
-    probability it gives to the one shown first, A in the first order and B in the second -> (probability that A is
-    better [B], whether both orders agree [B], position bias: by how much it is for the first one on average)."""
-    probability = (first_ab + 1 - first_ba) / 2
-    return probability, (first_ab > 0.5) == (first_ba < 0.5), ((first_ab + first_ba) / 2 - 0.5).mean().item()
-
-
 def sign_test(wins, n):
     """The chance of at least so many wins among n fair coins: one-sided."""
     return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
 
 
-@torch.no_grad()
-def ask(model, tokenizer, questions, micro_batch):
-    """The probability that `model` gives to the first of stories.LABELS, against the second, behind each question. Of
-    questions longer than its context it reads the end. -> [B]"""
-    labels = [tokenizer.encode_ordinary(label) for label in stories.LABELS]
-    if any(len(label) != 1 for label in labels):
-        raise SystemExit(f"--judge self: the labels {stories.LABELS} must be one token each in this vocabulary")
-    texts = [tokenizer.encode_ordinary(question)[-model.config.context :] for question in questions]
-    probability = torch.zeros(len(texts))
-    for rows in common.by_length(list(map(len, texts)), micro_batch):
-        ids, mask = (x.to(model.wte.weight.device) for x in right_pad([texts[i] for i in rows]))  # [b, L]
-        last = model.hidden(ids)[torch.arange(len(rows)), mask.sum(1) - 1]  # [b, C]
-        logits = model.lm_head(last).float()[:, [label[0] for label in labels]]  # [b, 2]
-        probability[rows] = logits.softmax(1)[:, 0].cpu()
-    return probability
-
-
 def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
     """What the judge thinks of n responses (texts) to each of P problems -> scores [P, n], of which only the order in a row
-    matters, and what the language model was asked and said, as for `swap_average`, if it is the judge: ([P], [P])."""
+    matters; and, of a language model, what it said in both orders: [P], [P]."""
     if config.judge == "self":
-        first, second = zip(*groups)
-        ab = [stories.judge_question(p.prompt, a, b) for p, a, b in zip(problems, first, second)]
-        ba = [stories.judge_question(p.prompt, b, a) for p, a, b in zip(problems, first, second)]
-        asked = ask(model, tokenizer, ab + ba, config.micro_batch).chunk(2)
+        asked = ask_both_orders(model, tokenizer, problems, groups)
         probability, _, _ = swap_average(*asked)
         return torch.stack([probability, 1 - probability], 1), asked
     if config.judge == "reward_model":
@@ -269,64 +238,19 @@ def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
             ids, mask = (x.to(config.device) for x in right_pad([texts[i] for i in rows]))  # [b, L]
             scores[rows] = combine(reward_model(ids, mask)).cpu()
         return scores.view(len(groups), -1), None
-    scores = [[stories.gold_score(p, text) for text in texts] for p, texts in zip(problems, groups)]
-    if config.judge == "noisy":
-        # The difference of two Gumbel variables is logistic: so the first of two wins with the chance
-        # sigmoid((gold_1 - gold_2) / noise), as with Bradley and Terry's judge in data/stories.py
-        scores = [[s - config.noise * math.log(-math.log(1 - rng.random())) for s in row] for row in scores]
-    return torch.tensor(scores, dtype=torch.float64), None
+    return gold_scores(problems, groups, rng, config.noise if config.judge == "noisy" else 0.0), None
 
 
-@torch.no_grad()
-def sample_pairs(policy, tokenizer, count, name, config, model, reward_model, held_out=False):
-    """`count` comparisons of what `policy` says: config.samples responses to each of so many new stories, the judge's
-    best and worst. -> (rows as in data/preferences.py; how many stories gave none, by reason). `name` seeds it."""
-    rng, rows = random.Random(common.seed_of("stories", *name)), []
-    generator, n = common.generator(config.device, *name), config.samples
-    dropped = {"equal": 0, "tied": 0, "cut off": 0}
-    for _ in range(20):  # rounds: some stories of each give no pair, of some models none does
-        if len(rows) >= count:
-            break
-        problems = [stories.make_problem(rng, held_out) for _ in range(max(8, count - len(rows)))]
-        texts, ended = [], []
-        for i in range(0, len(problems), 512):
-            prompts = [tokenizer.encode_ordinary(p.prompt) for p in problems[i : i + 512] for _ in range(n)]
-            rollout = policy.generate(prompts, config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
-            texts += rollout.texts(tokenizer)
-            last = rollout.ids[:, rollout.prompt_len :].gather(1, rollout.mask.sum(1, keepdim=True) - 1)  # [B, 1]
-            ended += (last[:, 0] == tokenizer.eot_token).tolist()
-        groups = [texts[i : i + n] for i in range(0, len(texts), n)]
-        scores, asked = judge_scores(problems, groups, rng, config, tokenizer, model, reward_model)
-        for k, (problem, group, pair) in enumerate(zip(problems, groups, best_worst_pairs(scores))):
-            if len(rows) >= count:
-                break
-            if not all(ended[k * n : (k + 1) * n]):  # written to a file, it would look as if it had ended there
-                dropped["cut off"] += 1
-            elif len(set(group)) == 1 or (pair and group[pair[0]] == group[pair[1]]):
-                dropped["equal"] += 1
-            elif pair is None:
-                dropped["tied"] += 1
-            else:
-                chosen, rejected = group[pair[0]], group[pair[1]]
-                gold = stories.gold_score(problem, chosen) - stories.gold_score(problem, rejected)
-                row = dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=round(gold, 4))
-                if asked:
-                    row["probability"] = scores[k, pair[0]].item()
-                    row["asked"] = [asked[0][k].item(), asked[1][k].item()]
-                rows.append(row)
-    return rows, dropped
-
-
-def judge_report(rows):
-    """How a language model judged: a line of text."""
-    first_ab, first_ba = torch.tensor([row["asked"] for row in rows]).T
-    _, consistent, bias = swap_average(first_ab, first_ba)
-    right = [row["gold"] > 0 for row in rows if row["gold"]]
-    # asked once, in the order of sampling: the row's `probability` of `chosen` says which of the two was chosen
-    return (
-        f"the model as its own judge: sides with gold in {sum(right) / max(1, len(right)):.1%}; the same in both orders in "
-        f"{consistent.float().mean():.1%}; position bias {bias:+.3f} in favour of the answer shown first"
+def sample_pairs(policy, count, name, config, tokenizer, model, reward_model, held_out=False):
+    """`count` comparisons of what `policy` says, labelled by the judge (`model` is the language model that may be it) ->
+    (rows, dropped), see data/preferences.py. `name` seeds the stories, the sampling and the judge."""
+    judge = lambda problems, groups, rng: judge_scores(  # noqa: E731
+        problems, groups, rng, config, tokenizer, model, reward_model
     )
+    return sample_best_worst(
+        policy, tokenizer, count, config.samples, judge, common.seed_of(*name), config.max_new_tokens,
+        common.generator(config.device, *name), held_out,
+    )  # fmt: skip
 
 
 @dataclass
@@ -343,42 +267,54 @@ class Preferences:
     mismatched_ref_logp: torch.Tensor | None = None  # [R]
 
 
-def as_tensors(rows, tokenizer, context, config):
-    """Rows of preferences -> (Preferences, or None if nothing is left; how many were dropped, by reason).
+def encode(row, tokenizer):
+    """A row of preferences as token ids: (prompt, [chosen, rejected]), or (prompt, [response]) if it was judged alone. Each
+    response ends with EOS, unless it was cut off."""
+    keys = ("chosen", "rejected") if "chosen" in row else ("response",)
+    eos = [[] if key in row.get("cut_off", ()) else [tokenizer.eot_token] for key in keys]
+    return tokenizer.encode_ordinary(row["prompt"]), [tokenizer.encode_ordinary(row[k]) + e for k, e in zip(keys, eos)]
 
-    "equal": chosen and rejected are the same, nothing can be learned from them. "too long": a text does not fit the
-    context; it is not cut, as a response without its end would teach to run on."""
-    dropped, prompts, responses, chosen, elements, smoothing = {"equal": 0, "too long": 0}, [], [], [], [], []
+
+def usable(rows, tokenizer, context):
+    """-> (the rows that can be learned from, how many were dropped, by reason). "equal": chosen and rejected are the same, or
+    nothing. "too long": a text does not fit the context; it is not cut, as a response without its end would teach to run
+    on."""
+    kept, dropped = [], {"equal": 0, "too long": 0}
     for row in rows:
-        prompt = tokenizer.encode_ordinary(row["prompt"])
-        texts = [row["chosen"], row["rejected"]] if "chosen" in row else [row["response"]]
-        ids = [tokenizer.encode_ordinary(text) + [tokenizer.eot_token] for text in texts]
-        if len(ids) == 2 and ids[0] == ids[1]:
+        prompt, responses = encode(row, tokenizer)
+        if (responses[0] == responses[-1] and len(responses) == 2) or not all(responses):
             dropped["equal"] += 1
-        elif len(prompt) + max(map(len, ids)) > context:
+        elif len(prompt) + max(map(len, responses)) > context:
             dropped["too long"] += 1
         else:
-            elements.append([len(responses) + i for i in range(len(ids))])
-            prompts += [prompt] * len(ids)
-            responses += ids
-            chosen += [True, False] if len(ids) == 2 else [row["label"]]
-            smoothing.append(1 - row["probability"] if "probability" in row else config.label_smoothing)
-    if not elements:
-        return None, dropped
+            kept.append(row)
+    return kept, dropped
+
+
+def as_tensors(rows, tokenizer, context, config):
+    """Usable rows as Preferences."""
+    prompts, responses, chosen, elements, smoothing = [], [], [], [], []
+    for row in rows:
+        prompt, texts = encode(row, tokenizer)
+        elements.append([len(responses) + i for i in range(len(texts))])
+        prompts += [prompt] * len(texts)
+        responses += texts
+        chosen += [True, False] if len(texts) == 2 else [row["label"]]
+        smoothing.append(1 - row["probability"] if "probability" in row else config.label_smoothing)
     mismatched = None
     if config.loss == "kto":
-        # the response of the next row with another prompt, cut where it exceeds the context
-        others, j = [], 0
-        for i, prompt in enumerate(prompts):
-            j = max(i + 1, j)
-            while j < i + len(prompts) and prompts[j % len(prompts)] == prompt:
-                j += 1
-            others.append(responses[j % len(prompts)][: context - len(prompt)])
+        # the responses of the next row with another prompt, cut where they exceed the context
+        others, k = [], 0
+        for i, element in enumerate(elements):
+            prompt, k = prompts[element[0]], max(i + 1, k)
+            while k < i + len(elements) and prompts[elements[k % len(elements)][0]] == prompt:
+                k += 1
+            others += [responses[row][: context - len(prompt)] for row in elements[k % len(elements)]]
         mismatched = Rollout.of(prompts, others, config.device)
     rollout = Rollout.of(prompts, responses, config.device)
     elements, chosen, smoothing = torch.tensor(elements), torch.tensor(chosen), torch.tensor(smoothing)
     on = lambda x: x.to(config.device)  # noqa: E731
-    return Preferences(rollout, on(elements), on(chosen), rollout.mask.sum(1), on(smoothing), mismatched), dropped
+    return Preferences(rollout, on(elements), on(chosen), rollout.mask.sum(1), on(smoothing), mismatched)
 
 
 def sequence_logprobs(model, rollout, micro_batch):
@@ -502,22 +438,29 @@ def where_the_mass_went(policy, reference, rollout, micro_batch):
     return gain / n
 
 
-def train(policy, reference, rows, config, tokenizer, model, reward_model):
-    """All rounds without a log, for tables. `rows`: the comparisons that one-shot has. The first round has the first of
-    them."""
+def plan(labels, config):
+    """-> (labels per round, optimizer steps per round), the same in each."""
+    share = labels // config.rounds
+    return share, -(-config.steps // config.rounds) if config.steps else -(-share // config.batch)
+
+
+def train(policy, reference, rows, config, tokenizer, reward_model):
+    """All rounds of `main`, without a log, for the tables. The first round has the first of `rows`."""
     optimizer = new_optimizer(policy, config)
-    share = len(rows) // config.rounds
-    per_round = -(-share // config.batch)
+    share, per_round = plan(len(rows) if config.data else config.pairs, config)
+    config = dataclasses.replace(config, steps=per_round * config.rounds)
     for r in range(config.rounds):
-        mine = rows[:share] if r == 0 else sample_pairs(
-            policy, tokenizer, share, ("pairs", config.seed, r), config, model, reward_model
-        )[0]  # fmt: skip
-        data, _ = as_tensors(mine, tokenizer, policy.config.context, config)
+        mine = rows[:share]
+        if r > 0:
+            mine, _ = sample_pairs(policy, share, ("pairs", config.seed, r), config, tokenizer, reference, reward_model)
+            mine, _ = usable(mine, tokenizer, policy.config.context)
+        if not mine:  # it says always the same
+            return
+        data = as_tensors(mine, tokenizer, policy.config.context, config)
         ask_reference(policy if config.reset_reference else reference, data, config)
         for k in range(per_round):
-            lr = common.cosine_lr(r * per_round + k, dataclasses.replace(config, steps=config.rounds * per_round))
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = common.cosine_lr(r * per_round + k, config)
             update(policy, optimizer, data, k, ("order", config.seed, r), config)
 
 
@@ -537,17 +480,17 @@ def compare(reference, file_rows, file_held_out_rows, prompts, problems, tokeniz
     began, done, total = time.perf_counter(), 0, len(variants) * config.seeds
     for seed in range(config.seed, config.seed + config.seeds):
         seeded = dataclasses.replace(config, seed=seed)
-        sampled = (config, reference, reward_model)
+        sampled = (seeded, tokenizer, reference, reward_model)
         rows, held_out_rows = file_rows, file_held_out_rows
         if not config.data:
-            rows, _ = sample_pairs(reference, tokenizer, config.pairs, ("pairs", seed, 0), *sampled)
-            held_out_rows, _ = sample_pairs(reference, tokenizer, config.evaluate, ("held out", seed), *sampled, True)
+            rows, _ = sample_pairs(reference, config.pairs, ("pairs", seed, 0), *sampled)
+            held_out_rows, _ = sample_pairs(reference, config.evaluate, ("held out", seed), *sampled, True)
         for name, changes in variants.items():
             mine, policy = dataclasses.replace(seeded, **changes), copy.deepcopy(reference).requires_grad_(True)
             started = time.perf_counter()
-            train(policy, reference, rows, mine, tokenizer, reference, reward_model)
+            train(policy, reference, rows, mine, tokenizer, reward_model)
             seconds = time.perf_counter() - started
-            held_out, _ = as_tensors(held_out_rows, tokenizer, policy.config.context, mine)
+            held_out = as_tensors(held_out_rows, tokenizer, policy.config.context, mine)
             held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
             means, _ = measure_samples(policy, reference, prompts, problems, tokenizer, FINAL_SAMPLES, mine)
             found[name].append({**means, **measure_pairs(policy, held_out, mine), "seconds": seconds})
@@ -650,7 +593,7 @@ def main(config):
         reward_model.load_state_dict(judge["model"])
         reward_model.to(config.device).requires_grad_(False)
         inits.append(path)
-    sampled = (config, reference, reward_model)  # what sample_pairs has to know
+    sampled = (config, tokenizer, reference, reward_model)  # what sample_pairs has to know
 
     # 1. What is held out: stories, or else a tenth of the file's prompts
     problems = stories.held_out_problems(config.evaluate) if config.tokenizer == "stories" else []
@@ -664,7 +607,7 @@ def main(config):
         # 500 stories: the longest prompt of them has to fit
         training = [stories.make_problem(random.Random(i)) for i in range(500)]
         require_room(policy, tokenizer, training, config.max_new_tokens)
-        held_out_rows, _ = sample_pairs(reference, tokenizer, config.evaluate, ("held out", config.seed), *sampled, True)
+        held_out_rows, _ = sample_pairs(reference, config.evaluate, ("held out", config.seed), *sampled, True)
     if problems:
         require_room(policy, tokenizer, problems, config.max_new_tokens)
         prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems]
@@ -672,22 +615,19 @@ def main(config):
         room = policy.config.context - config.max_new_tokens
         prompts = [tokenizer.encode_ordinary(prompt) for prompt in dict.fromkeys(row["prompt"] for row in held_out_rows)]
         prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
-    held_out, _ = as_tensors(held_out_rows, tokenizer, policy.config.context, config)
-    if not held_out or not prompts:
+    rows, dropped = usable(rows, tokenizer, policy.config.context)
+    held_out_rows, _ = usable(held_out_rows, tokenizer, policy.config.context)
+    if (config.data and not rows) or not held_out_rows or not prompts:
         raise SystemExit(
-            f"{config.data or 'samples of ' + init}: nothing to test on: {len(held_out_rows)} held-out comparisons, {len(prompts)} "
-            f"prompts with room for --max-new-tokens {config.max_new_tokens} in the context of {policy.config.context}"
+            f"{config.data or 'samples of ' + init}: nothing to learn from: {len(rows)} rows to train on, {len(held_out_rows)} to "
+            f"test on, {len(prompts)} prompts with room for --max-new-tokens {config.max_new_tokens} in the context of "
+            f"{policy.config.context}"
         )
     if config.compare:
         return compare(reference, rows, held_out_rows, prompts, problems, tokenizer, reward_model, config)
 
     # 2. The number of steps: the same for each round
-    if config.data:
-        data, dropped = as_tensors(rows, tokenizer, policy.config.context, config)
-        share = len(data.elements) if data else 0
-    else:
-        share = config.pairs // config.rounds
-    per_round = -(-config.steps // config.rounds) if config.steps else -(-share // config.batch)
+    share, per_round = plan(len(rows) if config.data else config.pairs, config)
     config.steps = per_round * config.rounds
     columns = "loss chosen_logp chosen_logratio rejected_logp rejected_logratio train_accuracy preference_accuracy"
     columns += " accuracy gold kl length" if problems else " kl length entropy"
@@ -696,23 +636,27 @@ def main(config):
     step = run.restore(policy, optimizer)
     if run.checkpoint and config.rounds > 1 and run.checkpoint["steps"] != config.steps:
         raise SystemExit(f"{run.path} was made with --steps {run.checkpoint['steps']}: with --rounds they decide when a round ends")
+    held_out = as_tensors(held_out_rows, tokenizer, policy.config.context, config)
     held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
 
     def begin_round(r):
         """New comparisons, of what the policy says now, and the reference's log-probabilities of them, once."""
         if config.data:
-            new, why = rows, dropped
+            new, lost = rows, dropped
         else:
-            new, why = sample_pairs(policy, tokenizer, share, ("pairs", config.seed, r), *sampled)
-        data, lost = as_tensors(new, tokenizer, policy.config.context, config)
-        why = ", ".join(f"{n} {reason}" for reason, n in (*why.items(), *lost.items()) if n) or "none"
-        print(f"round {r + 1} of {config.rounds}: {len(data.elements) if data else 0} {'responses' if single else 'pairs'}; dropped: {why}")
-        if not data:
-            raise SystemExit(f"{config.data or 'samples of the policy'}: nothing to learn from")
+            new, lost = sample_pairs(policy, share, ("pairs", config.seed, r), *sampled)
+            new, more = usable(new, tokenizer, policy.config.context)
+            lost = {why: lost.get(why, 0) + more.get(why, 0) for why in {**lost, **more}}
+        why = ", ".join(f"{n} {reason}" for reason, n in lost.items() if n) or "none"
+        print(f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if single else 'pairs'}; dropped: {why}")
+        if not new:
+            run.save(step, policy, optimizer, ref_logp=None, mismatched_ref_logp=None, rows=None)
+            raise SystemExit(f"the policy says always the same: nothing to learn from; {run.path} holds step {step}")
         if not config.data:
             write_preferences(run.folder / ("preferences.jsonl" if r == 0 else f"preferences-{r + 1}.jsonl"), new)
         if not config.data and config.judge == "self":
-            print(judge_report(new))
+            print(report(new))
+        data = as_tensors(new, tokenizer, policy.config.context, config)
         ask_reference(policy if config.reset_reference else reference, data, config)
         return new, data
 
@@ -729,7 +673,8 @@ def main(config):
 
     def mass_leak(step, found):
         gain = where_the_mass_went(policy, reference, held_out.rollout, config.micro_batch)
-        top = ", ".join(f"{tokenizer.decode([i])!r} {gain[i]:+.3f}" for i in gain.topk(5).indices.tolist())
+        most = [i for i in gain.topk(min(5, len(gain))).indices.tolist() if gain[i] > 0]
+        top = ", ".join(f"{tokenizer.decode([i])!r} {gain[i]:+.3f}" for i in most)
         return (
             f"mass leak at step {step}: of held-out pairs, chosen responses are {-found['chosen_logratio']:.2f} nats less likely than "
             f"under the reference, rejected ones {-found['rejected_logratio']:.2f}. Where they are, these tokens gained most: {top}"
@@ -749,7 +694,7 @@ def main(config):
             new, data = begin_round(r)
         elif data is None:
             new = rows if config.data else run.checkpoint["rows"]
-            data, _ = as_tensors(new, tokenizer, policy.config.context, config)
+            data = as_tensors(new, tokenizer, policy.config.context, config)
             data.ref_logp, data.mismatched_ref_logp = (
                 None if x is None else x.to(config.device)
                 for x in (run.checkpoint["ref_logp"], run.checkpoint["mismatched_ref_logp"])

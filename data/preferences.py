@@ -2,9 +2,10 @@
 
 A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ..., "rejected": ...}, three strings. That
 is what `python reward_model.py` writes for the stories (out/reward_model/preferences.jsonl), and reads with --data.
-Three more keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not
+More keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not
 said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
-(how much better it is by the gold score; nobody trains on it). dpo.py --loss kto also reads responses that were judged
+(how much better it is by the gold score; nobody trains on it), "asked" (data/judges.py) and "cut_off" (which of the two reached
+the longest length that was allowed, and so did not end there: ["chosen"], for example). dpo.py --loss kto also reads responses that were judged
 alone: {"prompt": ..., "response": ..., "label": true}.
 
     python -m data.preferences example_model_solutions.jsonl pairs.jsonl
@@ -17,6 +18,8 @@ import itertools
 import json
 import random
 import sys
+
+import torch
 
 from data.evaluation import sample_responses
 from data.stories import gold_score, make_problem, noisy_judge
@@ -56,6 +59,51 @@ def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_to
     return rows, dropped
 
 
+def best_worst_pairs(scores):
+    """scores [P, n] of n responses to each of P prompts -> for each prompt (best, worst), of equal ones the first; None if
+    all score the same."""
+    return [None if row.max() == row.min() else (int(row.argmax()), int(row.argmin())) for row in scores]
+
+
+@torch.no_grad()
+def sample_best_worst(model, tokenizer, pairs, samples, judge, seed, max_new_tokens, generator, held_out=False):
+    """`pairs` comparisons of what `model` says: `samples` responses to each of so many new stories, the best and the worst
+    by the scores of `judge(problems, groups of texts, rng)` (data/judges.py). -> (rows; how many stories gave none, because
+    the two texts are equal, or tied). Fewer rows, even none, from a model that nearly always says the same."""
+    rng, rows, dropped = random.Random(seed), [], {"equal": 0, "tied": 0}
+    for _ in range(20):  # rounds: some stories of each give no pair
+        if len(rows) >= pairs:
+            break
+        problems = [make_problem(rng, held_out) for _ in range(max(64, pairs - len(rows)))]
+        texts, ended = [], []
+        for i in range(0, len(problems), 512):
+            prompts = [tokenizer.encode_ordinary(p.prompt) for p in problems[i : i + 512] for _ in range(samples)]
+            rollout = model.generate(prompts, max_new_tokens, eos=tokenizer.eot_token, generator=generator)
+            texts += rollout.texts(tokenizer)
+            last = rollout.ids[:, rollout.prompt_len :].gather(1, rollout.mask.sum(1, keepdim=True) - 1)  # [B, 1]
+            ended += (last[:, 0] == tokenizer.eot_token).tolist()
+        groups = [texts[i : i + samples] for i in range(0, len(texts), samples)]
+        scores, asked = judge(problems, groups, rng)  # [P, n]
+        for k, (problem, group, pair) in enumerate(zip(problems, groups, best_worst_pairs(scores))):
+            chosen, rejected = (group[i] for i in pair or (0, 0))
+            if len(rows) >= pairs:
+                break
+            if len(set(group)) == 1 or (pair and chosen == rejected):
+                dropped["equal"] += 1
+            elif pair is None:
+                dropped["tied"] += 1
+            else:
+                gold = gold_score(problem, chosen) - gold_score(problem, rejected)
+                rows.append(dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=round(gold, 4)))
+                cut_off = [key for key, i in zip(("chosen", "rejected"), pair) if not ended[k * samples + i]]
+                if cut_off:
+                    rows[-1]["cut_off"] = cut_off
+                if asked:  # in both orders, the chosen one first and the rejected one first
+                    said = [asked[i][k].item() for i in pair]
+                    rows[-1].update(probability=(said[0] + 1 - said[1]) / 2, asked=said)
+    return rows, dropped
+
+
 def write_preferences(path, rows):
     """One JSON object a line."""
     with open(path, "w", encoding="utf-8") as file:
@@ -87,6 +135,8 @@ def read_preferences(path, single=False):
                         sys.exit(f'{where}: "{key}" has half a character (a lone surrogate) in it')
                 if alone and not isinstance(row.get("label"), bool):
                     sys.exit(f'{where}: "label" is {row.get("label")!r}, must be true or false')
+                if not isinstance(row.get("cut_off", []), list):
+                    sys.exit(f'{where}: "cut_off" is {row["cut_off"]!r}, must be a list of "chosen", "rejected", "response"')
                 if rows and alone != ("response" in rows[0]):
                     sys.exit(f"{where}: single responses and pairs in one file; use two files")
                 for key, (low, high) in OPTIONAL.items():

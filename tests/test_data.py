@@ -112,20 +112,46 @@ def test_held_out_stories_are_never_trained_on():
     )
     prompts = {p.prompt for p in held_out}
     for example in (stories.base_document, stories.sft_example):
-        assert not prompts & {example(rng)[0] for _ in range(5000)}
+        # a judgment begins with the story
+        assert not prompts & {example(rng)[0].split("\n")[0] for _ in range(5000)}
     assert stories.held_out_problems(50) == held_out[:50]  # a smaller set is the beginning of a larger one
 
 
 def test_the_corpus_has_its_habits_in_proportion():
     rng, n = random.Random(4), 20_000
-    shares = dict.fromkeys(("direct", "worked", "slip", "hash", "sft hash"), 0)
+    shares = dict.fromkeys(("direct", "worked", "slip", "hash", "judgment", "sft direct"), 0)
     for _ in range(n):
         prompt, response = stories.base_document(rng)
         shares["hash"] += "####" in response
         shares["direct"] += stories.habit(response) == "direct"
-        shares["sft hash"] += "####" in stories.sft_example(rng)[1]
-    for name, expected in (("direct", stories.DIRECT), ("hash", 0.5), ("sft hash", 1.0)):
-        assert abs(shares[name] / n - expected) < 4 * (expected * (1 - expected) / n) ** 0.5 + 1e-9
+        prompt, response = stories.sft_example(rng)
+        judgment = response in stories.LABELS
+        assert judgment != ("####" in response) and judgment == prompt.endswith("\nBetter:")
+        shares["judgment"] += judgment
+        shares["sft direct"] += not judgment and stories.habit(response) == "direct"
+    for name, expected in (
+        ("direct", stories.DIRECT), ("hash", 0.5), ("judgment", 1 / 3), ("sft direct", stories.DIRECT * 2 / 3)
+    ):  # fmt: skip
+        assert abs(shares[name] / n - expected) < 4 * (expected * (1 - expected) / n) ** 0.5
+
+
+def test_judgments_side_with_the_gold_score():
+    """Of two different answers to the story, the better one is named; both labels are as frequent."""
+    rng, first, tokenizer = random.Random(6), [], get_tokenizer()
+    for _ in range(6000):
+        state = rng.getstate()
+        prompt, label = stories.sft_example(rng)
+        if label in stories.LABELS:
+            again = random.Random()
+            again.setstate(state)
+            problem = stories.make_problem(again)
+            story, a, b, end = prompt.split("\n")
+            assert story == problem.prompt and a[0] == "1" and b[0] == "2" and end == "Better:"
+            gap = stories.gold_score(problem, a[1:]) - stories.gold_score(problem, b[1:])
+            assert gap != 0 and label == (" 1" if gap > 0 else " 2")
+            assert len(tokenizer.encode_ordinary(prompt + label)) + 1 <= 48 and len(tokenizer.encode_ordinary(label)) == 1
+            first.append(gap > 0)
+    assert abs(sum(first) / len(first) - 0.5) < 4 * 0.5 / len(first) ** 0.5
 
 
 def test_same_seed_same_stories():

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, run_script
 
 import common
+import dpo
 import gpt
 import grpo
 import ppo
@@ -57,6 +58,11 @@ TINY = {
             **COMMON,
         ),
     ),
+    "dpo": (
+        dpo,
+        dict(steps=6, pairs=24, rounds=2, reset_reference=True, loss="kto", batch=4, micro_batch=4, eval_every=2,
+             save_every=2, **COMMON),
+    ),
     "grpo": (
         grpo,
         dict(
@@ -73,8 +79,8 @@ TINY = {
         ),
     ),
 }
-FILES = {"gpt": "base", "sft": "sft", "reward_model": "reward_model", "ppo": "ppo", "grpo": "grpo"}
-NEEDS = {"gpt": (), "sft": ("base",), "reward_model": ("sft",), "ppo": ("sft", "reward_model"), "grpo": ("sft",)}
+FILES = {"gpt": "base", "sft": "sft", "reward_model": "reward_model", "ppo": "ppo", "dpo": "dpo", "grpo": "grpo"}
+NEEDS = {"gpt": (), "sft": ("base",), "reward_model": ("sft",), "ppo": ("sft", "reward_model"), "dpo": ("sft",), "grpo": ("sft",)}
 CLOCKS = ("seconds", "tokens_per_second")
 
 
@@ -460,6 +466,15 @@ def test_not_finite(chain, tmp_path, monkeypatch, script):
             return (loss * float("nan") if len(count) > {"grpo": 25, "ppo": 12}[script] else loss), stats
 
         monkeypatch.setattr(module, "policy_loss", poisoned)
+    elif script == "dpo":
+        plain, update, count = dpo.preference_loss, dpo.update, []
+        monkeypatch.setattr(dpo, "update", lambda *args: count.append(1) or update(*args))
+
+        def poisoned_pairs(*args, **kw):
+            losses, *rewards = plain(*args, **kw)
+            return (losses * float("nan") if len(count) > 3 else losses), *rewards
+
+        monkeypatch.setattr(dpo, "preference_loss", poisoned_pairs)
     elif script == "reward_model":
         plain, count = reward_model.bradley_terry_loss, []
         monkeypatch.setattr(

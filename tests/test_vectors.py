@@ -8,11 +8,24 @@ import pytest
 import torch
 from conftest import BUGS, CASES, close, tensor
 
+import dpo
+import gpt
 import grpo
 import ppo
 import reward_model
 import sft
-from data import accuracy_reward, extract_answer, format_reward, last_boxed, last_number, pass_at_k
+from data import (
+    accuracy_reward,
+    extract_answer,
+    format_reward,
+    get_tokenizer,
+    judges,
+    last_boxed,
+    last_number,
+    pass_at_k,
+    stories,
+)
+from data.preferences import best_worst_pairs
 from gpt import Rollout
 from kernels import kl_estimate, token_kl, token_logprobs, token_logprobs_and_entropy
 
@@ -523,3 +536,175 @@ def test_bug_masked_value_bootstraps():
     x, right = BUGS["P02"]["inputs"], BUGS["P02"]["right"]
     advantages, _ = ppo.gae(tensor(x["rewards"]), tensor(x["values"]), tensor(x["mask"]), x["gamma"], x["lam"])
     close(advantages, right["advantages"])
+
+
+def pairs_of(x):
+    logps = [tensor(x[k]) for k in ("pi_w", "pi_l", "ref_w", "ref_l")]
+    lengths = {name: tensor(x[k]) for name, k in (("chosen_lengths", "len_w"), ("rejected_lengths", "len_l")) if k in x}
+    return logps, lengths
+
+
+@pytest.mark.parametrize(
+    "name, loss",
+    [
+        ("sigmoid", "dpo"), ("cdpo", "cdpo"), ("robust", "robust"), ("hinge", "hinge"), ("ipo_sum", "ipo"), ("ipo_avg", "ipo_avg"),
+        ("sppo_hard", "sppo"), ("length_norm_sigmoid", "dpo_norm"), ("rpo_nll", "rpo"),
+    ],
+)  # fmt: skip
+def test_preference_losses(name, loss):
+    x, y = case(f"dpo/{name}")
+    logps, options = pairs_of(x)
+    if "label_smoothing" in x:
+        options["label_smoothing"] = x["label_smoothing"]
+    if "nll_coef" in x:
+        options["nll_weight"] = x["nll_coef"]
+    per_pair, _, _ = dpo.preference_loss(*logps, x["beta"], loss, **options)
+    assert per_pair.shape == (3,)
+    close(per_pair.mean(), y["loss"])
+    if "per_pair" in y:
+        close(per_pair, y["per_pair"])
+
+
+def test_dpo_rewards_and_gradient():
+    x, y = case("dpo/sigmoid")
+    logps, _ = pairs_of(x)
+    chosen, rejected = (logp.requires_grad_() for logp in logps[:2])
+    loss, reward_w, reward_l = dpo.preference_loss(*logps, x["beta"])
+    close(reward_w, y["reward_w"])
+    close(reward_l, y["reward_l"])
+    close((reward_w - reward_l).mean(), y["margin"])
+    close((reward_w > reward_l).double().mean(), y["accuracy"])
+    gradient = torch.autograd.grad(loss.mean(), (chosen, rejected))
+    close(gradient[0], y["grad_pi_w"])
+    close(gradient[1], y["grad_pi_l"])
+
+
+def test_cdpo_is_least_at_the_logit():
+    x, y = case("dpo/cdpo")
+    a = tensor([y["optimum_margin"] / x["beta"]]).requires_grad_()
+    zero = torch.zeros(1, dtype=torch.float64)
+    loss, _, _ = dpo.preference_loss(a, zero, zero, zero, x["beta"], "cdpo", label_smoothing=x["label_smoothing"])
+    close(torch.autograd.grad(loss.sum(), a)[0], [0.0])
+
+
+def test_ipo_is_least_at_its_target():
+    x, y = case("dpo/ipo_sum")
+    zero = torch.zeros(1, dtype=torch.float64)
+    close(dpo.preference_loss(tensor([y["target_h"]]), zero, zero, zero, x["beta"], "ipo")[0], [0.0])
+
+
+@pytest.mark.parametrize("name", ["kto/loss", "kto/loss/kl_clamped_and_weighted"])
+def test_kto(name):
+    x, y = case(name)
+    names = ("pi_des", "pi_undes", "ref_des", "ref_undes")
+    loss, _, _ = dpo.preference_loss(
+        *(tensor(x[k]) for k in names), x["beta"], "kto", policy_kl=tensor(x["pi_kl"]), ref_kl=tensor(x["ref_kl"]),
+        desirable_weight=x["w_des"], undesirable_weight=x["w_undes"],
+    )  # fmt: skip
+    close(loss, y["des"] + y["undes"])
+    close(loss.mean(), y["loss"])
+
+
+def test_losses_without_a_reference():
+    x, y = case("simpo/loss")
+    lengths = dict(chosen_lengths=tensor(x["len_w"]), rejected_lengths=tensor(x["len_l"]))
+    loss, _, _ = dpo.preference_loss(
+        tensor(x["pi_w"]), tensor(x["pi_l"]), None, None, x["beta"], "simpo", gamma=x["gamma"], **lengths
+    )
+    close(loss, y["per_pair"])
+    close(loss.mean(), y["loss"])
+    x, y = case("orpo/loss")
+    for n in (1.0, 7.0):  # averages: ten times the tokens at the same average are the same
+        lengths = dict(chosen_lengths=tensor([n, n]), rejected_lengths=tensor([3 * n, n]))
+        sums = n * tensor(x["avg_logp_w"]), lengths["rejected_lengths"] * tensor(x["avg_logp_l"])
+        loss, _, _ = dpo.preference_loss(*sums, None, None, x["lam"], "orpo", **lengths)
+        close(loss.mean(), y["loss"])
+        close(((loss - tensor(x["nll_w"])) / x["lam"]).mean(), y["L_OR"])
+
+
+@pytest.mark.parametrize("name", ["0.1", "1.0", "1.0_step1", "1.0_step2"])
+def test_dpo_toy(name):
+    x, y = case(f"dpo/seed_toy_beta{name}")
+    drift = dpo.toy_run(x["beta"], x["steps"], x["lr"]) + 5
+    close(drift, y["drift"])
+    close(torch.sigmoid(x["beta"] * (drift[0] - drift[1])), y["p_win"])
+    if "hardcoded_0p1_print" in y:  # what one sees who forgets the beta in the print line
+        known_bad = y["hardcoded_0p1_print"]
+        close(0.1 * drift, known_bad["implicit"])
+        close(torch.sigmoid(0.1 * (drift[0] - drift[1])), known_bad["p_win"])
+
+
+def test_drift_at_the_same_fit():
+    """At a beta ten times as large the toy moves a tenth as far for the same P(win), exactly."""
+    x, y = case("dpo/matched_fit_drift")
+    zero = torch.zeros(1, dtype=torch.float64)
+    for beta, drift in zip(x["betas"], y["drift_each_side"]):
+        loss, chosen, rejected = dpo.preference_loss(tensor([drift]), tensor([-drift]), zero, zero, beta)
+        close(torch.sigmoid(chosen - rejected), [x["p_win"]])
+        close(loss, [-math.log(x["p_win"])])
+
+
+def test_mass_leak():
+    x, y = case("dpo/mass_leak")
+    logp = dpo.leak_run(x["features"], x["beta"], x["steps"], x["lr"])
+    close(logp, y["logp"], atol=1e-5)
+    close(logp + math.log(3), y["delta_logp"], atol=1e-5)
+    close(x["beta"] * (logp[0] - logp[1]), y["margin"])
+    close(logp.exp(), y["probs"], atol=1e-9)
+    assert logp[0] < -math.log(3) and logp[1] < logp[0]
+
+
+def test_the_tilted_reference_has_the_reward_as_its_implicit_reward():
+    x, y = case("dpo/boltzmann_tilt")
+    ref, reward, beta = tensor(x["ref"]), tensor(x["reward"]), x["beta"]
+    best = (ref.log() + reward / beta).softmax(0)
+    close(best, y["pi_star"])
+    kl = token_kl(best.log(), ref.log())
+    close(kl, y["KL"])
+    close((best * reward).sum() - beta * kl, y["objective"])
+    close(beta * (ref * (reward / beta).exp()).sum().log(), y["beta_log_Z"])
+    _, implicit, _ = dpo.preference_loss(best.log(), best.log(), ref.log(), ref.log(), beta)
+    close(implicit - reward, y["implicit_reward_minus_reward"])
+
+
+def test_best_against_worst():
+    x, y = case("iterdpo/best_worst_pairs")
+    found = best_worst_pairs(tensor(x["rewards"]).view(-1, x["n_per_prompt"]))
+    assert [pair and list(pair) for pair in found] == y["pairs"]
+
+
+def test_both_orders():
+    x, y = case("rlaif/position_swap")
+    probability, consistent, bias = judges.swap_average(tensor(x["p_first_order_AB"]), tensor(x["p_first_order_BA"]))
+    close(probability, y["p_A"])
+    assert (probability > 0.5).tolist() == y["label_A"]
+    assert consistent.tolist() == y["consistent"] == y["keep_only_consistent"]
+    close(bias, y["position_bias"])
+
+
+def test_two_label_tokens_make_a_probability(monkeypatch):
+    """Whatever else the model might say is left out of account."""
+    x, y = case("rlaif/cai_label")
+
+    class Judge:
+        config, wte = gpt.GPTConfig(), torch.nn.Embedding(1, 1)
+
+        def hidden(self, ids):
+            return torch.zeros(*ids.shape, 1)
+
+        def lm_head(self, hidden):
+            logits = torch.full((*hidden.shape[:-1], tokenizer.n_vocab), 3.0)
+            for label, logp in zip(stories.LABELS, (x["logp_A"], x["logp_B"])):
+                logits[..., tokenizer.encode_ordinary(label)[0]] = logp
+            return logits
+
+    tokenizer = get_tokenizer()
+    close(judges.ask(Judge(), tokenizer, ["Better:", "1 or 2 Better:"], 1), [y["p_A"]] * 2)
+
+
+def test_bug_means_in_place_of_sums():
+    """P04: log-probs of a response are summed; a mean over the padded width divides beta by that width."""
+    x, right = BUGS["P04"]["inputs"], BUGS["P04"]["right"]
+    policy, ref = tensor(x["policy_masked_logps"]).sum(1), tensor(x["ref_masked_logps"]).sum(1)
+    loss, _, _ = dpo.preference_loss(policy[:1], policy[1:], ref[:1], ref[1:], x["beta"])
+    close(loss, [right["loss"]])
