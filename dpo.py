@@ -39,8 +39,10 @@ Sources: Rafailov et al. 2023 (DPO, arXiv:2305.18290), eq. 4, 5 and 7; those of 
 several models. The letters of the shapes are explained in gpt.py; here B counts pairs.
 """
 
+import contextlib
 import copy
 import dataclasses
+import json
 import math
 import os
 import random
@@ -88,7 +90,7 @@ class Config:
     reset_reference: bool = False  # the reference of each round is the policy that it starts with, not the SFT model
     loss: Literal[tuple(BETA)] = "dpo"  # see preference_loss
     beta: float | None = None  # strength of the leash to the reference; each loss has its own default
-    label_smoothing: float = 0.1  # cdpo, robust: how likely it is that a label is wrong, where the data do not say; 0: never
+    label_smoothing: float = 0.1  # cdpo, robust: how likely it is that a label is wrong (to cdpo, a row with a probability says it itself); 0: never
     gamma: float = 1.375  # simpo: by how much the chosen one has to lead; 0: not at all
     nll_weight: float = 1.0  # rpo: weight of -log pi(chosen)
     desirable_weight: float = 1.0  # kto: weight of chosen responses
@@ -98,7 +100,7 @@ class Config:
     lr: float = 1e-4  # peak learning rate
     warmup: int = 10  # steps of linear warm-up (1: none), then a cosine down to a tenth
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
-    compare: bool = False  # only print a table: of all losses on the same pairs; with --rounds, of one-shot and iterated
+    compare: bool = False  # run all losses on the same pairs, or, with --rounds, one-shot and iterated, and print a table
     seeds: int = 1  # of --compare: repeats with --seed, --seed + 1, ...
     toy: bool = False  # only print the toy
     evaluate: int = 512  # held-out problems, and held-out pairs
@@ -117,6 +119,8 @@ class Config:
             raise ValueError(f"--label-smoothing {self.label_smoothing}: must be from 0 to below 0.5, where labels say nothing")
         if self.samples == 1:
             raise ValueError("--samples 1: there is nothing to compare one response with; use at least 2")
+        if self.compare and self.resume:
+            raise ValueError("--resume: --compare starts all its runs anew")
         if self.judge == "self" and self.samples > 2:
             raise ValueError(f"--samples {self.samples}: --judge self compares two answers")
         if self.data and self.rounds > 1:
@@ -230,7 +234,7 @@ def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
         return torch.stack([probability, 1 - probability], 1), asked
     if config.judge == "reward_model":
         texts = [
-            tokenizer.encode_ordinary(p.prompt) + tokenizer.encode_ordinary(text) + [tokenizer.eot_token]
+            [*tokenizer.encode_ordinary(p.prompt), *tokenizer.encode_ordinary(text), tokenizer.eot_token][: reward_model.config.context]
             for p, group in zip(problems, groups) for text in group
         ]  # fmt: skip
         scores = torch.zeros(len(texts))
@@ -261,7 +265,9 @@ class Preferences:
     elements: torch.Tensor  # [M, 2] numbers of responses, chosen and rejected; or [M, 1]
     chosen: torch.Tensor  # [R] bool: whether a response is a chosen (desirable) one
     lengths: torch.Tensor  # [R] tokens of each response, EOS included
-    smoothing: torch.Tensor  # [M] how likely the label is wrong: 1 - probability if the row says it, or --label-smoothing
+    smoothing: (
+        torch.Tensor
+    )  # [M] how likely the label is wrong: --label-smoothing, or 1 - probability if the row has it
     mismatched: Rollout | None  # for kto: each prompt with the response to another prompt
     ref_logp: torch.Tensor | None = None  # [R] of the responses under the reference: computed once
     mismatched_ref_logp: torch.Tensor | None = None  # [R]
@@ -300,7 +306,9 @@ def as_tensors(rows, tokenizer, context, config):
         prompts += [prompt] * len(texts)
         responses += texts
         chosen += [True, False] if len(texts) == 2 else [row["label"]]
-        smoothing.append(1 - row["probability"] if "probability" in row else config.label_smoothing)
+        # robust is for labels of which a known share is wrong, whatever is said of a single one
+        soft = config.loss == "cdpo" and "probability" in row
+        smoothing.append(1 - row["probability"] if soft else config.label_smoothing)
     mismatched = None
     if config.loss == "kto":
         # the responses of the next row with another prompt, cut where they exceed the context
@@ -332,13 +340,9 @@ def ask_reference(reference, data, config):
         data.mismatched_ref_logp = sequence_logprobs(reference, data.mismatched, config.micro_batch)
 
 
-def new_optimizer(policy, config):
-    return torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-
-
 def update(policy, optimizer, data, step, name, config):
-    """One optimizer step on the next config.batch elements, in an order that `name` seeds. -> the means of the step: loss,
-    margin (of the implicit rewards), train_accuracy (a tie is wrong), grad_norm, tokens."""
+    """One optimizer step on the next config.batch elements, in an order that `name` seeds -> (means over the step: loss,
+    margin of the implicit rewards, train_accuracy (a tie is wrong), grad_norm; tokens that passed)."""
     M = len(data.elements)
     epoch, i = divmod(step, -(-M // config.batch))
     order = torch.randperm(M, generator=common.generator("cpu", *name, epoch)).to(data.elements.device)
@@ -398,7 +402,8 @@ def measure_pairs(policy, data, config):
             logp[chosen], logp[rejected], data.ref_logp[chosen], data.ref_logp[rejected], config.beta, config.loss,
             chosen_lengths=data.lengths[chosen], rejected_lengths=data.lengths[rejected],
         )  # fmt: skip
-        found["preference_accuracy"] = (chosen_reward > rejected_reward).float().mean().item()
+        if (chosen_reward != rejected_reward).any():  # not while the policy is the reference
+            found["preference_accuracy"] = (chosen_reward > rejected_reward).float().mean().item()
     return found
 
 
@@ -411,14 +416,18 @@ def measure_samples(policy, reference, prompts, problems, tokenizer, samples, co
     several = [prompt for prompt in prompts for _ in range(samples)]
     found, texts = {"kl": [], "entropy": [], "length": []}, []
     for i in range(0, len(several), 1024):
-        rollout = policy.generate(several[i : i + 1024], config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
+        rollout = policy.generate(
+            several[i : i + 1024], config.max_new_tokens, eos=tokenizer.eot_token, generator=generator
+        )
         for rows in torch.arange(len(rollout.ids), device=config.device).split(config.micro_batch):
             hidden, tokens = policy.response_states(rollout, rows)  # [N, C], [N]
             logits = policy.lm_head.all_logits(hidden)  # [N, W]
             ref_logits = reference.lm_head.all_logits(reference.response_states(rollout, rows)[0])
             kl = token_kl(logits, ref_logits, vocab_size=policy.config.vocab_size)  # [N]
             found["kl"] += to_slots(kl, rollout.mask[rows]).sum(1).tolist()
-            found["entropy"] += token_logprobs_and_entropy(logits, tokens, vocab_size=policy.config.vocab_size)[1].tolist()
+            found["entropy"] += token_logprobs_and_entropy(logits, tokens, vocab_size=policy.config.vocab_size)[
+                1
+            ].tolist()
         found["length"] += rollout.mask.sum(1).tolist()
         texts += rollout.texts(tokenizer)
     if problems:
@@ -433,143 +442,106 @@ def where_the_mass_went(policy, reference, rollout, micro_batch):
     """By how much each token has gained, the mean over all positions of these responses of p(token) - p_ref(token). -> [V]"""
     gain, n = torch.zeros(policy.config.vocab_size, device=rollout.ids.device), 0
     for rows in torch.arange(len(rollout.ids), device=rollout.ids.device).split(micro_batch):
-        p, q = (model.lm_head(model.response_states(rollout, rows)[0]).float().softmax(-1) for model in (policy, reference))
+        p, q = (
+            model.lm_head(model.response_states(rollout, rows)[0]).float().softmax(-1) for model in (policy, reference)
+        )
         gain, n = gain + (p - q).sum(0), n + len(p)
     return gain / n
 
 
-def plan(labels, config):
-    """-> (labels per round, optimizer steps per round), the same in each."""
-    share = labels // config.rounds
-    return share, -(-config.steps // config.rounds) if config.steps else -(-share // config.batch)
-
-
-def train(policy, reference, rows, config, tokenizer, reward_model):
-    """All rounds of `main`, without a log, for the tables. The first round has the first of `rows`."""
-    optimizer = new_optimizer(policy, config)
-    share, per_round = plan(len(rows) if config.data else config.pairs, config)
-    config = dataclasses.replace(config, steps=per_round * config.rounds)
-    for r in range(config.rounds):
-        mine = rows[:share]
-        if r > 0:
-            mine, _ = sample_pairs(policy, share, ("pairs", config.seed, r), config, tokenizer, reference, reward_model)
-            mine, _ = usable(mine, tokenizer, policy.config.context)
-        if not mine:  # it says always the same
-            return
-        data = as_tensors(mine, tokenizer, policy.config.context, config)
-        ask_reference(policy if config.reset_reference else reference, data, config)
-        for k in range(per_round):
-            for group in optimizer.param_groups:
-                group["lr"] = common.cosine_lr(r * per_round + k, config)
-            update(policy, optimizer, data, k, ("order", config.seed, r), config)
-
-
-def compare(reference, file_rows, file_held_out_rows, prompts, problems, tokenizer, reward_model, config):
-    """A table of what each loss makes of the same pairs, or, with several rounds, of one-shot and iterated training with as
-    many labels and as many steps."""
+def compare(config):
+    """Runs `main` for each loss on the same pairs, or, with several rounds, one-shot and iterated with as many labels and
+    steps, with as many seeds as asked for, in folders of their own; and prints a table."""
     if config.rounds == 1:
-        variants = {f"{loss}, beta {beta:g}": dict(loss=loss, beta=beta) for loss, beta in BETA.items()}
+        variants = {loss: dict(loss=loss, beta=beta) for loss, beta in BETA.items()}
     else:
-        n = config.rounds
-        variants = {
-            "one-shot": dict(rounds=1),
-            f"{n} rounds, reference kept": dict(reset_reference=False),
-            f"{n} rounds, reference reset": dict(reset_reference=True),
-        }
-    found = {name: [] for name in variants}  # one dictionary per seed
-    began, done, total = time.perf_counter(), 0, len(variants) * config.seeds
-    for seed in range(config.seed, config.seed + config.seeds):
-        seeded = dataclasses.replace(config, seed=seed)
-        sampled = (seeded, tokenizer, reference, reward_model)
-        rows, held_out_rows = file_rows, file_held_out_rows
-        if not config.data:
-            rows, _ = sample_pairs(reference, config.pairs, ("pairs", seed, 0), *sampled)
-            held_out_rows, _ = sample_pairs(reference, config.evaluate, ("held out", seed), *sampled, True)
-        for name, changes in variants.items():
-            mine, policy = dataclasses.replace(seeded, **changes), copy.deepcopy(reference).requires_grad_(True)
-            started = time.perf_counter()
-            train(policy, reference, rows, mine, tokenizer, reward_model)
-            seconds = time.perf_counter() - started
-            held_out = as_tensors(held_out_rows, tokenizer, policy.config.context, mine)
-            held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
-            means, _ = measure_samples(policy, reference, prompts, problems, tokenizer, FINAL_SAMPLES, mine)
-            found[name].append({**means, **measure_pairs(policy, held_out, mine), "seconds": seconds})
-            done += 1
-            left = (time.perf_counter() - began) / done * (total - done)
-            print(f"  seed {seed}, {name}: accuracy {means['accuracy']:.3f}   {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
+        variants = {"one-shot": dict(rounds=1), "kept": dict(reset_reference=False), "reset": dict(reset_reference=True)}
+    seeds, folder = range(config.seed, config.seed + config.seeds), os.path.join(config.out, "compare")
+    init, judge = (given or os.path.join(config.out, name) for given, name in ((config.init, "sft.pt"), (config.reward_model, "reward_model.pt")))
+    if not config.init:
+        common.make_if_missing("sft", init, config)
+    if not config.reward_model and config.judge == "reward_model":
+        common.make_if_missing("reward_model", judge, config, init=init, max_new_tokens=config.max_new_tokens)
+    print(f"{len(variants) * len(seeds)} runs from {init}, each in a folder of {folder}")
+    runs, began = {name: [] for name in variants}, time.perf_counter()
+    for done, (seed, name) in enumerate((seed, name) for seed in seeds for name in variants):
+        out = os.path.join(folder, f"{name}-{seed}")
+        os.makedirs(out, exist_ok=True)
+        with open(os.path.join(out, "log.txt"), "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            main(dataclasses.replace(config, compare=False, seed=seed, init=init, reward_model=judge, out=out, **variants[name]))
+        with open(os.path.join(out, "dpo", "metrics.jsonl"), encoding="utf-8") as file:
+            lines = [line for line in map(json.loads, file) if "kl" in line]
+        runs[name].append((lines[0], lines[-1]))
+        left = (time.perf_counter() - began) / (done + 1) * (len(seeds) * len(variants) - done - 1)
+        print(f"seed {seed}, {name}: done; {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
 
-    columns = dict(gold="gold", kl="kl", chosen_logratio="chosen vs ref", rejected_logratio="rejected vs ref", length="length",
-                   seconds="seconds")  # fmt: skip
-    before, _ = measure_samples(reference, reference, prompts, problems, tokenizer, FINAL_SAMPLES, config)
-    print(f"\n{config.pairs} labels of the judge ({config.judge}); held-out accuracy of each seed, the rest is the mean over seeds")
-    print(f"{'':<28}{'accuracy':>{8 * config.seeds}}" + "".join(f"{heading:>17}" if "ref" in heading else f"{heading:>9}" for heading in columns.values()))
-    print(f"{'before':<28}{before['accuracy']:>8.3f}{'':>{8 * (config.seeds - 1)}}{before['gold']:>9.3f}{0:>9.3f}{0:>17.2f}{0:>17.2f}{before['length']:>9.1f}")
-    for name, runs in found.items():
-        mean = {key: sum(run[key] for run in runs) / len(runs) for key in columns}
-        print(
-            f"{name:<28}" + "".join(f"{run['accuracy']:>8.3f}" for run in runs)
-            + f"{mean['gold']:>9.3f}{mean['kl']:>9.3f}{mean['chosen_logratio']:>+17.2f}{mean['rejected_logratio']:>+17.2f}"
-            f"{mean['length']:>9.1f}{mean['seconds']:>9.1f}"
-        )  # fmt: skip
+    # the accuracy of each seed; all else is the mean over seeds
+    columns = {"gold": ".3f", "kl": ".3f", "entropy": ".3f", "length": ".1f", "chosen_logratio": "+.2f", "rejected_logratio": "+.2f", "seconds": ".0f"}
+    headings = ["accuracy", *[""] * (len(seeds) - 1), "gold", "kl", "entropy", "length", "chosen", "rejected", "seconds"]
+    print(f"\n{config.pairs} labels, judge {config.judge}; chosen, rejected: log-probability of held-out pairs against the SFT model")
+    print(f"{'':<12}{'beta':>6}" + "".join(f"{heading:>10}" for heading in headings))
+    for name, pairs in {"before": [(first, first) for first, _ in next(iter(runs.values()))], **runs}.items():
+        cells = [format(last.get("accuracy", math.nan), ".3f") for _, last in pairs]
+        cells += [format(sum(last.get(key, math.nan) for _, last in pairs) / len(pairs), form) for key, form in columns.items()]
+        beta = "" if name == "before" else format(variants[name].get("beta", config.beta), "g")
+        print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>10}" for cell in cells))
     if config.rounds > 1:
-        one_shot = [run["accuracy"] for run in found.pop("one-shot")]
-        for name, runs in found.items():
-            wins, differ = sum(run["accuracy"] > a for run, a in zip(runs, one_shot)), sum(run["accuracy"] != a for run, a in zip(runs, one_shot))
-            print(f"{name}: better than one-shot with {wins} of {differ} seeds; by chance so many with p = {sign_test(wins, differ):.3f} (sign test, one-sided)")
+        one_shot = [last["accuracy"] for _, last in runs["one-shot"]]
+        for name in ("kept", "reset"):
+            differences = [last["accuracy"] - a for (_, last), a in zip(runs[name], one_shot) if last["accuracy"] != a]
+            wins = sum(d > 0 for d in differences)
+            print(
+                f"{config.rounds} rounds, reference {name}: better than one-shot with {wins} of {len(differences)} seeds; by chance "
+                f"that often or more with p = {sign_test(wins, len(differences)):.4f} (sign test)"
+            )
 
 
-def toy_run(beta, steps=200, lr=0.5):
-    """Two completions with one learnable log-probability each, both -5 at first and in the reference; gradient descent on
-    the DPO loss. -> log-probabilities [2]"""
-    logp, ref = torch.full((2,), -5.0, dtype=torch.float64, requires_grad=True), torch.full((2,), -5.0, dtype=torch.float64)
+def toy(log_probs, parameter, beta, steps=200, lr=0.5):
+    """Gradient descent on the DPO loss of a policy without a model: log_probs(parameter) [n], of which the first is
+    preferred to the second; the reference is where it starts. -> log-probabilities [n] at the end"""
+    parameter = torch.tensor(parameter, dtype=torch.float64, requires_grad=True)
+    ref = log_probs(parameter).detach().clone()
     for _ in range(steps):
-        loss, _, _ = preference_loss(logp[:1], logp[1:], ref[:1], ref[1:], beta)
-        logp.data -= lr * torch.autograd.grad(loss.mean(), logp)[0]
-    return logp.detach()
-
-
-def leak_run(features=(1.0, 0.0, 5.0), beta=0.1, steps=200, lr=0.5):
-    """Three outcomes with logits theta * features and a uniform reference; the first is preferred to the second. ->
-    log-probabilities [3]"""
-    theta, features = torch.zeros((), dtype=torch.float64, requires_grad=True), torch.tensor(features, dtype=torch.float64)
-    ref = torch.full((3,), -math.log(3), dtype=torch.float64)
-    for _ in range(steps):
-        logp = (theta * features).log_softmax(0)  # [3]
+        logp = log_probs(parameter)
         loss, _, _ = preference_loss(logp[:1], logp[1:2], ref[:1], ref[1:2], beta)
-        theta.data -= lr * torch.autograd.grad(loss.mean(), theta)[0]
-    return (theta * features).log_softmax(0).detach()
+        parameter.data -= lr * torch.autograd.grad(loss.mean(), parameter)[0]
+    return log_probs(parameter).detach()
 
 
-def print_toy():
+def print_toys():
     print("Two completions, one log-probability each, 200 steps of gradient descent at lr 0.5 on the DPO loss:\n")
     print(f"{'beta':>6}{'log pi - log ref':>20}{'implicit reward':>18}{'P(win)':>9}")
     for beta in (0.1, 1.0):
-        drift = toy_run(beta) + 5
-        print(f"{beta:>6}{f'{drift[0]:+.4f}, {drift[1]:+.4f}':>20}{f'{beta * drift[0]:+.4f}, {beta * drift[1]:+.4f}':>18}"
-              f"{torch.sigmoid(beta * (drift[0] - drift[1])):>9.4f}")  # fmt: skip
-    wrong = 0.1 * (toy_run(1.0) + 5)
+        up, down = (toy(lambda logp: logp, [-5.0, -5.0], beta) + 5).tolist()
+        moved, rewards = f"{up:+.4f}, {down:+.4f}", f"{beta * up:+.4f}, {beta * down:+.4f}"
+        print(f"{beta:>6}{moved:>20}{rewards:>18}{1 / (1 + math.exp(beta * (down - up))):>9.4f}")
+    wrong, matched = 0.1 * up, math.log(0.69 / 0.31) / 2  # beta * up = logit(P) / 2
     print(f"""
-P(win) = sigmoid(beta * (difference of the log-ratios)) is what the loss fits. Whoever trains with beta 1 and prints with
-beta 0.1 sees {wrong[0]:+.2f} and P(win) {torch.sigmoid(wrong[0] - wrong[1]):.2f}, and believes in a policy that has hardly moved. To the same P(win) = 0.69 it moves by
-""" + "   ".join(f"{math.log(0.69 / 0.31) / beta / 2:.4f} (beta {beta})" for beta in (0.1, 0.5, 1.0)) + """
-on either side: exactly 1 / beta. A larger beta is a shorter leash.
-""")  # fmt: skip
-    before, after = -math.log(3), leak_run()
-    print("The mass leak: three outcomes that share one parameter (logits theta * 1, 0, 5), the first preferred to the second:\n")
-    for name, value in zip(("chosen", "rejected", "never compared"), after.tolist()):
-        print(f"  {name:<15} log-probability {before:+.2f} -> {value:+.2e}" if value > -1e-3 else f"  {name:<15} log-probability {before:+.2f} -> {value:+.2f}")
+P(win) = sigmoid(beta * (difference of the two log-ratios)) is what the loss fits. Who trains with beta 1 and prints with
+beta 0.1 reads +-{wrong:.2f} and P(win) {1 / (1 + math.exp(-2 * wrong)):.2f}, and thinks that the policy has hardly moved; it has moved by {up:.2f}. To the
+same P(win), 0.69, it moves by {matched / 0.1:.4f} either way with beta 0.1 and by {matched:.4f} with beta 1: a tenth as far. Beta is the leash.
+
+The mass leak: three outcomes, one parameter theta (logits theta * 1, 0, 5), the first preferred to the second, beta 0.1:
+""")
+    leak = toy(lambda theta: (theta * torch.tensor([1.0, 0.0, 5.0])).log_softmax(0), 0.0, 0.1).tolist()
+    for name, value in zip(("chosen", "rejected", "never compared"), leak):
+        print(f"  {name:<16}log-probability {-math.log(3):.2f} -> {value:.2f}")
     print(f"""
-The margin beta (a - b) has grown from 0 to {0.1 * (after[0] - after[1]):+.3f} and the loss is content; yet chosen and rejected have both become all
-but impossible. The only way to lift the first above the second was theta, and it lifts the third five times as much.""")
+The margin has grown from 0 to {0.1 * (leak[0] - leak[1]):.3f} and the loss is content; yet chosen and rejected have both become all but
+impossible. Only theta could lift the first above the second, and it lifts the third five times as much.""")
 
 
 def main(config):
     if config.toy:
-        return print_toy()
+        return print_toys()
+    if config.compare:
+        return compare(config)
 
     # 0. The policy, the frozen reference, and whoever judges
     tokenizer = get_tokenizer(config.tokenizer)
-    rows = read_preferences(config.data, single=True) if config.data else []  # first, as a mistake in it should cost no time
+    rows = (
+        read_preferences(config.data, single=True) if config.data else []
+    )  # first, as a mistake in it should cost no time
     single = bool(rows) and "response" in rows[0]
     if single and config.loss != "kto":
         raise SystemExit(f"{config.data} has single responses, not pairs: only --loss kto learns from them")
@@ -588,7 +560,9 @@ def main(config):
             common.make_if_missing("reward_model", path, config, init=init, max_new_tokens=config.max_new_tokens)
         judge = common.load_checkpoint(path, tokenizer, reward_model=True)
         if judge["step"] < judge["steps"]:
-            raise SystemExit(f"{path} stopped at step {judge['step']} of {judge['steps']}: finish it first, with --resume")
+            raise SystemExit(
+                f"{path} stopped at step {judge['step']} of {judge['steps']}: finish it first, with --resume"
+            )
         reward_model = RewardModel(GPTConfig(**judge["model_config"]), judge["config"]["ensemble"])
         reward_model.load_state_dict(judge["model"])
         reward_model.to(config.device).requires_grad_(False)
@@ -596,13 +570,19 @@ def main(config):
     sampled = (config, tokenizer, reference, reward_model)  # what sample_pairs has to know
 
     # 1. What is held out: stories, or else a tenth of the file's prompts
-    problems = stories.held_out_problems(config.evaluate) if config.tokenizer == "stories" else []
-    held_out_rows = []
+    problems = stories.held_out_problems(config.evaluate) if config.tokenizer == "stories" or not config.data else []
     if config.data:
         names = sorted({row["prompt"] for row in rows})
         others = set(random.Random(common.seed_of("split", config.seed)).sample(names, max(1, len(names) // 10)))
         held_out_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
         rows = [row for row in rows if row["prompt"] not in others]
+        for key, used in (
+            ("probability", "only --loss cdpo uses" if config.loss != "cdpo" else ""),
+            ("margin", "dpo.py does not use"),
+        ):
+            n = sum(key in row for row in rows)
+            if n and used:
+                print(f"{config.data}: {n} rows have a {key}, which {used}")
     else:
         # 500 stories: the longest prompt of them has to fit
         training = [stories.make_problem(random.Random(i)) for i in range(500)]
@@ -613,7 +593,9 @@ def main(config):
         prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems]
     else:
         room = policy.config.context - config.max_new_tokens
-        prompts = [tokenizer.encode_ordinary(prompt) for prompt in dict.fromkeys(row["prompt"] for row in held_out_rows)]
+        prompts = [
+            tokenizer.encode_ordinary(prompt) for prompt in dict.fromkeys(row["prompt"] for row in held_out_rows)
+        ]
         prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
     rows, dropped = usable(rows, tokenizer, policy.config.context)
     held_out_rows, _ = usable(held_out_rows, tokenizer, policy.config.context)
@@ -623,19 +605,20 @@ def main(config):
             f"test on, {len(prompts)} prompts with room for --max-new-tokens {config.max_new_tokens} in the context of "
             f"{policy.config.context}"
         )
-    if config.compare:
-        return compare(reference, rows, held_out_rows, prompts, problems, tokenizer, reward_model, config)
 
     # 2. The number of steps: the same for each round
-    share, per_round = plan(len(rows) if config.data else config.pairs, config)
+    share = (len(rows) if config.data else config.pairs) // config.rounds  # labels per round
+    per_round = -(-config.steps // config.rounds) if config.steps else -(-share // config.batch)
     config.steps = per_round * config.rounds
     columns = "loss chosen_logp chosen_logratio rejected_logp rejected_logratio train_accuracy preference_accuracy"
     columns += " accuracy gold kl length" if problems else " kl length entropy"
-    optimizer = new_optimizer(policy, config)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     run = common.Run("dpo", config, tokenizer, columns, *inits)
     step = run.restore(policy, optimizer)
     if run.checkpoint and config.rounds > 1 and run.checkpoint["steps"] != config.steps:
-        raise SystemExit(f"{run.path} was made with --steps {run.checkpoint['steps']}: with --rounds they decide when a round ends")
+        raise SystemExit(
+            f"{run.path} was made with --steps {run.checkpoint['steps']}: with --rounds they decide when a round ends"
+        )
     held_out = as_tensors(held_out_rows, tokenizer, policy.config.context, config)
     held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
 
@@ -683,8 +666,8 @@ def main(config):
     if not config.resume:
         run.log(0, **measure(0, FINAL_SAMPLES))
         run.save(0, policy, optimizer, ref_logp=None, mismatched_ref_logp=None, rows=None)
-    leaks = lambda found: found["chosen_logratio"] < 0 and found["rejected_logratio"] < 0  # noqa: E731
-    warned = any(leaks(line) for line in run.metrics() if "chosen_logratio" in line)
+    leaks = lambda line: line.get("chosen_logratio", 0) < 0 and line.get("rejected_logratio", 0) < 0  # noqa: E731
+    warned = any(leaks(line) for line in run.metrics())
     data, tokens, busy = None, 0, 0.0
     while step < config.steps:
         began = time.perf_counter()
@@ -715,7 +698,7 @@ def main(config):
             found = measure(step, FINAL_SAMPLES if last else 1) if evaluate or last else {}
             run.log(step, **stats, **found, lr=lr, tokens_per_second=tokens / busy)
             tokens, busy = 0, 0.0
-            if found and leaks(found) and not warned:
+            if leaks(found) and not warned:
                 warned = True
                 print(mass_leak(step, found), flush=True)
         run.save(
@@ -724,24 +707,33 @@ def main(config):
         )  # fmt: skip
 
     # 6. What happened
-    run.plot(("kl", "accuracy", "gold") if problems else "kl", ("step", "chosen_logratio", "rejected_logratio"), "preference_accuracy", "length")
+    run.plot(
+        ("kl", "accuracy", "gold") if problems else "kl",
+        ("step", "chosen_logratio", "rejected_logratio"),
+        "preference_accuracy",
+        "length",
+    )
     lines = [line for line in run.metrics() if "kl" in line]
     first, last = lines[0], lines[-1]
     table = [
         ("accuracy (pass@1)", "accuracy", ".3f", "a single sample at temperature 1"),
-        ("gold score", "gold", ".3f", "what the judge sees through noise; at most 3.5" if config.judge == "noisy" else "at most 3.5"),
-        ("KL to reference", "kl", ".3f", "nats per response, on fresh samples; the reference is the SFT model"),
+        ("gold score", "gold", ".3f", "what answers are worth, at most 3.5"),
+        ("KL to reference", "kl", ".3f", "nats per response, of fresh samples; the reference is the SFT model"),
         ("response length", "length", ".1f", "tokens"),
         ("entropy", "entropy", ".3f", "nats per token"),
         ("chosen log-prob", "chosen_logp", ".2f", "of held-out pairs, summed over the response"),
-        ("rejected log-prob", "rejected_logp", ".2f", "both may fall: see the docstring"),
-        ("sides with the judge", "preference_accuracy", ".3f", "implicit rewards, on held-out pairs; at the start all are 0, and ties are wrong"),
+        ("rejected log-prob", "rejected_logp", ".2f", "both may fall: the loss sees only their difference"),
+        ("sides with judge", "preference_accuracy", ".3f", "implicit rewards on held-out pairs; at first all are 0"),
     ]
-    labels = f"{len(rows) if config.data else share * config.rounds} labels"
-    print(f"\nDPO ({config.loss}, beta {config.beta:g}): {config.steps} steps on {labels} in {last['seconds']:.0f} seconds; on {len(prompts)} held-out prompts:")
+    labels = len(rows) if config.data else share * config.rounds
+    print(
+        f"\nDPO ({config.loss}, beta {config.beta:g}): {config.steps} steps on {labels} labels in {last['seconds']:.0f} seconds; "
+        f"on {len(prompts)} held-out prompts:"
+    )
     for name, key, form, meaning in table:
-        if key in last:
-            print(f"  {name:<21}{format(first[key], form):>7} -> {format(last[key], form):>7}   {meaning}")
+        before, after = (format(line[key], form) if key in line else "" for line in (first, last))
+        if after:
+            print(f"  {name:<18}{before:>7} -> {after:>7}   {meaning}")
     if leaks(last):
         print(mass_leak(last["step"], last))
     print(f"""  {run.path}, {run.folder}/samples.md (the same prompts before, during and after), {run.folder}/metrics.jsonl

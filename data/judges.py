@@ -49,7 +49,9 @@ def ask_both_orders(model, tokenizer, problems, groups):
     """The language model compares the two responses of each group, shown in one order and in the other -> two times the
     probability that it gives to the one shown first, [P] each: to groups[i][0], then to groups[i][1]."""
     pairs = [(problem.prompt, *texts) for problem, texts in zip(problems, groups)]
-    questions = [judge_question(prompt, a, b) for prompt, a, b in pairs] + [judge_question(prompt, b, a) for prompt, a, b in pairs]
+    questions = [judge_question(prompt, a, b) for prompt, a, b in pairs] + [
+        judge_question(prompt, b, a) for prompt, a, b in pairs
+    ]
     return ask(model, tokenizer, questions).chunk(2)
 
 

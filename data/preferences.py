@@ -136,7 +136,9 @@ def read_preferences(path, single=False):
                 if alone and not isinstance(row.get("label"), bool):
                     sys.exit(f'{where}: "label" is {row.get("label")!r}, must be true or false')
                 if not isinstance(row.get("cut_off", []), list):
-                    sys.exit(f'{where}: "cut_off" is {row["cut_off"]!r}, must be a list of "chosen", "rejected", "response"')
+                    sys.exit(
+                        f'{where}: "cut_off" is {row["cut_off"]!r}, must be a list of "chosen", "rejected", "response"'
+                    )
                 if rows and alone != ("response" in rows[0]):
                     sys.exit(f"{where}: single responses and pairs in one file; use two files")
                 for key, (low, high) in OPTIONAL.items():
@@ -144,7 +146,9 @@ def read_preferences(path, single=False):
                     if value is not None and not (type(value) in (int, float) and low <= value <= high):
                         sys.exit(f'{where}: "{key}" is {value!r}, must be a number from {low} to {high}')
                 row = {key: value for key, value in row.items() if value is not None}
-                rows.append(row if alone else {key: value for key, value in row.items() if key not in ("response", "label")})
+                rows.append(
+                    row if alone else {key: value for key, value in row.items() if key not in ("response", "label")}
+                )
     except OSError as problem:
         sys.exit(f"{path}: {problem.strerror}")
     except UnicodeDecodeError as problem:

@@ -149,7 +149,9 @@ def test_judgments_side_with_the_gold_score():
             assert story == problem.prompt and a[0] == "1" and b[0] == "2" and end == "Better:"
             gap = stories.gold_score(problem, a[1:]) - stories.gold_score(problem, b[1:])
             assert gap != 0 and label == (" 1" if gap > 0 else " 2")
-            assert len(tokenizer.encode_ordinary(prompt + label)) + 1 <= 48 and len(tokenizer.encode_ordinary(label)) == 1
+            assert (
+                len(tokenizer.encode_ordinary(prompt + label)) + 1 <= 48 and len(tokenizer.encode_ordinary(label)) == 1
+            )
             first.append(gap > 0)
     assert abs(sum(first) / len(first) - 0.5) < 4 * 0.5 / len(first) ** 0.5
 

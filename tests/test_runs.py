@@ -60,8 +60,18 @@ TINY = {
     ),
     "dpo": (
         dpo,
-        dict(steps=6, pairs=24, rounds=2, reset_reference=True, loss="kto", batch=4, micro_batch=4, eval_every=2,
-             save_every=2, **COMMON),
+        dict(
+            steps=6,
+            pairs=24,
+            rounds=2,
+            reset_reference=True,
+            loss="kto",
+            batch=4,
+            micro_batch=4,
+            eval_every=2,
+            save_every=2,
+            **COMMON,
+        ),
     ),
     "grpo": (
         grpo,
@@ -80,7 +90,14 @@ TINY = {
     ),
 }
 FILES = {"gpt": "base", "sft": "sft", "reward_model": "reward_model", "ppo": "ppo", "dpo": "dpo", "grpo": "grpo"}
-NEEDS = {"gpt": (), "sft": ("base",), "reward_model": ("sft",), "ppo": ("sft", "reward_model"), "dpo": ("sft",), "grpo": ("sft",)}
+NEEDS = {
+    "gpt": (),
+    "sft": ("base",),
+    "reward_model": ("sft",),
+    "ppo": ("sft", "reward_model"),
+    "dpo": ("sft",),
+    "grpo": ("sft",),
+}
 CLOCKS = ("seconds", "tokens_per_second")
 
 
