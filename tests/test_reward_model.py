@@ -230,6 +230,8 @@ def test_sampled_pairs_are_all_pairs_of_stories_of_the_right_side(monkeypatch):
         ('{"prompt": "a", "chosen": "\\ud83d", "rejected": "c"}', "half a character"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "probability": NaN}', '"probability" is nan'),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}', "\"margin\" is 'big'"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "cut_off": "chosen"}', "\"cut_off\" is 'chosen'"),
+        ('{"prompt": "a", "response": "b", "label": true}', '"chosen" is missing'),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, line, words):

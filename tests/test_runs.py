@@ -285,6 +285,15 @@ def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
         (ppo, ["--dual-clip", "0.5"], ["--dual-clip 0.5"]),
         (ppo, ["--minibatches", "999"], ["--minibatches 999", "--prompts 128"]),
         (ppo, ["--combine", "median"], ["--combine", "median"]),
+        (dpo, ["--loss", "dpoo"], ["--loss", "dpoo", "simpo"]),
+        (dpo, ["--beta", "0"], ["--beta 0"]),
+        (dpo, ["--label-smoothing", "0.5"], ["--label-smoothing 0.5"]),
+        (dpo, ["--samples", "1"], ["--samples 1"]),
+        (dpo, ["--samples", "4", "--judge", "self"], ["--samples 4", "--judge self"]),
+        (dpo, ["--rounds", "2", "--data", "pairs.jsonl"], ["--rounds 2", "--data"]),
+        (dpo, ["--rounds", "9", "--pairs", "8"], ["--rounds 9", "--pairs 8"]),
+        (dpo, ["--compare", "--resume"], ["--resume", "--compare"]),
+        (dpo, ["--steps", "-1"], ["--steps -1"]),
     ],
 )
 def test_bad_flags(capsys, module, flags, words):
@@ -336,6 +345,103 @@ def test_the_comparisons_of_a_resumed_run_are_the_same(chain, tmp_path):
     stops(lambda: main(module, out, data=str(data), resume=True, **{**options, "steps": 8}), data, "has changed")
 
 
+def test_rounds_of_a_resumed_run_end_where_they_did(chain, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(chain, out)
+    module, options = TINY["dpo"]
+    stops(lambda: main(module, out, resume=True, **{**options, "steps": 12}), out / "dpo.pt", "--steps 6", "round")
+
+
+def pairs_file(path, n=40, single=False, **more):
+    """Answers that are worth something and answers that are not, to n prompts; or as single responses with a label."""
+    rows = [dict(prompt=f"How many? {i}", chosen=" #### 1", rejected=" #### 20", **more) for i in range(n)]
+    if single:
+        rows = [dict(prompt=row["prompt"], response=row[key], label=key == "chosen") for row in rows for key in ("chosen", "rejected")]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("loss, single", [("dpo", False), ("cdpo", False), ("kto", False), ("kto", True), ("orpo", False)])
+def test_dpo_learns_from_a_file_and_resumes(chain, tmp_path, loss, single):
+    """Pairs or single labels: the good answer becomes the likelier one, on held-out prompts; a run that was interrupted
+    goes on with the same numbers."""
+    data = pairs_file(tmp_path / "labels.jsonl", single=single)
+    options = dict(init=str(chain / "sft.pt"), data=data, loss=loss, steps=12, batch=8, lr=3e-3, warmup=2, save_every=1, device="cpu", evaluate=6,
+                   log_every=1, eval_every=3)  # fmt: skip
+    main(dpo, tmp_path / "whole", **options)
+    lines = metrics(tmp_path / "whole", "dpo")
+    gap = lambda line: line["chosen_logp"] - line["rejected_logp"]  # noqa: E731
+    assert gap(lines[-1]) > gap(lines[0]) + 0.5
+    assert ("preference_accuracy" in lines[-1]) == ("margin" in lines[-1]) == (not single)
+    assert not (tmp_path / "whole/dpo/preferences.jsonl").exists()  # they are in the user's file
+    main(dpo, tmp_path / "half", **options)
+    shutil.rmtree(tmp_path / "half")
+    with pytest.MonkeyPatch.context() as patch:
+        save = common.Run.save
+
+        def dying(self, step, *args, **kw):
+            save(self, step, *args, **kw)
+            if step == 5:
+                raise Crash
+
+        patch.setattr(common.Run, "save", dying)
+        with pytest.raises(Crash):
+            main(dpo, tmp_path / "half", **options)
+    main(dpo, tmp_path / "half", resume=True, **options)
+    assert metrics(tmp_path / "half", "dpo") == lines
+
+
+def test_what_dpo_says_of_a_file(chain, tmp_path, capsys):
+    """What is dropped is counted, what is not used is named, what does not fit the loss ends the run in one line."""
+    options = dict(init=str(chain / "sft.pt"), steps=1, device="cpu", evaluate=6)
+    data = tmp_path / "pairs.jsonl"
+    pairs_file(data, probability=0.8, margin=0.5)
+    same = json.dumps(dict(prompt="one", chosen="a", rejected="a"))
+    long = json.dumps(dict(prompt="two", chosen=" otter" * 60, rejected="a"))
+    data.write_text(data.read_text() + "\n" + "\n".join([same, long] * 20))
+    main(dpo, tmp_path, data=str(data), **options)
+    printed = capsys.readouterr().out
+    assert "rows have a probability, which only --loss cdpo uses" in printed and "rows have a margin, which dpo.py does not use" in printed
+    kept, equal, long = map(int, re.search(r"round 1 of 1: (\d+) pairs; dropped: (\d+) equal, (\d+) too long", printed).groups())
+    assert 30 <= kept <= 40 and equal in (0, 20) and long in (0, 20)
+    single = pairs_file(tmp_path / "single.jsonl", single=True)
+    stops(lambda: main(dpo, tmp_path / "x", data=single, **options), single, "--loss kto")
+    (tmp_path / "useless.jsonl").write_text("\n".join([same, long if isinstance(long, str) else same] * 20))
+    useless = str(tmp_path / "useless.jsonl")
+    stops(lambda: main(dpo, tmp_path / "x", data=useless, **options), useless, "nothing to learn from")
+    (tmp_path / "mixed.jsonl").write_text(open(single).read() + "\n" + same)
+    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "mixed.jsonl"), **options), "mixed.jsonl, line 81", "use two files")
+    (tmp_path / "label.jsonl").write_text(json.dumps(dict(prompt="a", response="b", label=1)))
+    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "label.jsonl"), loss="kto", **options), "line 1", '"label" is 1', "true or false")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("judge", ["self", "reward_model"])
+def test_dpo_with_other_judges(chain, tmp_path, capsys, judge):
+    out = start_from(chain, tmp_path, "ppo")  # with sft.pt and reward_model.pt
+    main(dpo, out, judge=judge, steps=2, pairs=30, batch=8, device="cpu", evaluate=12)
+    rows = [json.loads(line) for line in (out / "dpo/preferences.jsonl").read_text().splitlines()]
+    printed = capsys.readouterr().out
+    if judge == "self":
+        assert "the model as judge sides with gold in" in printed and "position bias" in printed
+        for row in rows:
+            assert row["probability"] == pytest.approx((row["asked"][0] + 1 - row["asked"][1]) / 2) and row["probability"] >= 0.5
+    else:
+        model = reward_model.RewardModel(gpt.GPTConfig(**torch.load(out / "reward_model.pt", weights_only=True)["model_config"]), 2)
+        model.load_state_dict(weights(out / "reward_model.pt"))
+        tokenizer = get_tokenizer()
+        for row in rows[:10]:
+            reward = {}
+            for key in ("chosen", "rejected"):
+                ids = torch.tensor([[*map(int, tokenizer.encode_ordinary(row["prompt"]) + tokenizer.encode_ordinary(row[key])), tokenizer.eot_token]])
+                reward[key] = model(ids[:, :48], torch.ones_like(ids[:, :48])).mean().item()
+            assert reward["chosen"] > reward["rejected"]
+        checkpoint = torch.load(out / "reward_model.pt", weights_only=True)
+        torch.save({**checkpoint, "step": 5}, out / "reward_model.pt")
+        options = dict(judge=judge, reward_model=str(out / "reward_model.pt"), device="cpu")
+        stops(lambda: main(dpo, out, **options), "stopped at step 5 of 6")
+
+
 def test_what_a_run_would_move_away_is_not_what_it_starts_from(chain, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(chain, out)
@@ -349,7 +455,7 @@ def test_a_reward_model_is_no_language_model(chain, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(chain, out)
     reward, language = str(out / "reward_model.pt"), str(out / "sft.pt")
-    for script in ("sft", "reward_model", "ppo", "grpo"):
+    for script in ("sft", "reward_model", "ppo", "dpo", "grpo"):
         module, options = TINY[script]
         stops(lambda: main(module, out, init=reward, **options), reward, "not a language model")  # noqa: B023
     module, options = TINY["ppo"]
