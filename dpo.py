@@ -455,9 +455,16 @@ def compare(config):
     if config.rounds == 1:
         variants = {loss: dict(loss=loss, beta=beta) for loss, beta in BETA.items()}
     else:
-        variants = {"one-shot": dict(rounds=1), "kept": dict(reset_reference=False), "reset": dict(reset_reference=True)}
+        variants = {
+            "one-shot": dict(rounds=1),
+            "kept": dict(reset_reference=False),
+            "reset": dict(reset_reference=True),
+        }
     seeds, folder = range(config.seed, config.seed + config.seeds), os.path.join(config.out, "compare")
-    init, judge = (given or os.path.join(config.out, name) for given, name in ((config.init, "sft.pt"), (config.reward_model, "reward_model.pt")))
+    init, judge = (
+        given or os.path.join(config.out, name)
+        for given, name in ((config.init, "sft.pt"), (config.reward_model, "reward_model.pt"))
+    )
     if not config.init:
         common.make_if_missing("sft", init, config)
     if not config.reward_model and config.judge == "reward_model":
@@ -468,7 +475,11 @@ def compare(config):
         out = os.path.join(folder, f"{name}-{seed}")
         os.makedirs(out, exist_ok=True)
         with open(os.path.join(out, "log.txt"), "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            main(dataclasses.replace(config, compare=False, seed=seed, init=init, reward_model=judge, out=out, **variants[name]))
+            main(
+                dataclasses.replace(
+                    config, compare=False, seed=seed, init=init, reward_model=judge, out=out, **variants[name]
+                )
+            )
         with open(os.path.join(out, "dpo", "metrics.jsonl"), encoding="utf-8") as file:
             lines = [line for line in map(json.loads, file) if "kl" in line]
         runs[name].append((lines[0], lines[-1]))
@@ -476,13 +487,36 @@ def compare(config):
         print(f"seed {seed}, {name}: done; {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
 
     # the accuracy of each seed; all else is the mean over seeds
-    columns = {"gold": ".3f", "kl": ".3f", "entropy": ".3f", "length": ".1f", "chosen_logratio": "+.2f", "rejected_logratio": "+.2f", "seconds": ".0f"}
-    headings = ["accuracy", *[""] * (len(seeds) - 1), "gold", "kl", "entropy", "length", "chosen", "rejected", "seconds"]
-    print(f"\n{config.pairs} labels, judge {config.judge}; chosen, rejected: log-probability of held-out pairs against the SFT model")
+    columns = {
+        "gold": ".3f",
+        "kl": ".3f",
+        "entropy": ".3f",
+        "length": ".1f",
+        "chosen_logratio": "+.2f",
+        "rejected_logratio": "+.2f",
+        "seconds": ".0f",
+    }
+    headings = [
+        "accuracy",
+        *[""] * (len(seeds) - 1),
+        "gold",
+        "kl",
+        "entropy",
+        "length",
+        "chosen",
+        "rejected",
+        "seconds",
+    ]
+    print(
+        f"\n{config.pairs} labels, judge {config.judge}; chosen, rejected: log-probability of held-out pairs against the SFT model"
+    )
     print(f"{'':<12}{'beta':>6}" + "".join(f"{heading:>10}" for heading in headings))
     for name, pairs in {"before": [(first, first) for first, _ in next(iter(runs.values()))], **runs}.items():
         cells = [format(last.get("accuracy", math.nan), ".3f") for _, last in pairs]
-        cells += [format(sum(last.get(key, math.nan) for _, last in pairs) / len(pairs), form) for key, form in columns.items()]
+        cells += [
+            format(sum(last.get(key, math.nan) for _, last in pairs) / len(pairs), form)
+            for key, form in columns.items()
+        ]
         beta = "" if name == "before" else format(variants[name].get("beta", config.beta), "g")
         print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>10}" for cell in cells))
     if config.rounds > 1:
@@ -539,9 +573,8 @@ def main(config):
 
     # 0. The policy, the frozen reference, and whoever judges
     tokenizer = get_tokenizer(config.tokenizer)
-    rows = (
-        read_preferences(config.data, single=True) if config.data else []
-    )  # first, as a mistake in it should cost no time
+    # the file first, as a mistake in it should cost no time
+    rows = read_preferences(config.data, single=True) if config.data else []
     single = bool(rows) and "response" in rows[0]
     if single and config.loss != "kto":
         raise SystemExit(f"{config.data} has single responses, not pairs: only --loss kto learns from them")
@@ -576,13 +609,9 @@ def main(config):
         others = set(random.Random(common.seed_of("split", config.seed)).sample(names, max(1, len(names) // 10)))
         held_out_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
         rows = [row for row in rows if row["prompt"] not in others]
-        for key, used in (
-            ("probability", "only --loss cdpo uses" if config.loss != "cdpo" else ""),
-            ("margin", "dpo.py does not use"),
-        ):
-            n = sum(key in row for row in rows)
-            if n and used:
-                print(f"{config.data}: {n} rows have a {key}, which {used}")
+        unused = [key for key in ("probability", "margin") if any(key in row for row in rows)]
+        if unused and (config.loss != "cdpo" or "margin" in unused):
+            print(f"{config.data} has {' and '.join(unused)}: only --loss cdpo uses a probability, no loss a margin")
     else:
         # 500 stories: the longest prompt of them has to fit
         training = [stories.make_problem(random.Random(i)) for i in range(500)]
@@ -593,17 +622,15 @@ def main(config):
         prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems]
     else:
         room = policy.config.context - config.max_new_tokens
-        prompts = [
-            tokenizer.encode_ordinary(prompt) for prompt in dict.fromkeys(row["prompt"] for row in held_out_rows)
-        ]
-        prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+        texts = dict.fromkeys(row["prompt"] for row in held_out_rows)
+        prompts = [prompt for prompt in map(tokenizer.encode_ordinary, texts) if 0 < len(prompt) <= room]
     rows, dropped = usable(rows, tokenizer, policy.config.context)
     held_out_rows, _ = usable(held_out_rows, tokenizer, policy.config.context)
     if (config.data and not rows) or not held_out_rows or not prompts:
         raise SystemExit(
-            f"{config.data or 'samples of ' + init}: nothing to learn from: {len(rows)} rows to train on, {len(held_out_rows)} to "
-            f"test on, {len(prompts)} prompts with room for --max-new-tokens {config.max_new_tokens} in the context of "
-            f"{policy.config.context}"
+            f"{config.data or 'samples of ' + init}: nothing to learn from: {len(rows)} rows to train on, "
+            f"{len(held_out_rows)} to test on, {len(prompts)} prompts with room for --max-new-tokens "
+            f"{config.max_new_tokens} in the context of {policy.config.context}"
         )
 
     # 2. The number of steps: the same for each round
@@ -629,7 +656,7 @@ def main(config):
         else:
             new, lost = sample_pairs(policy, share, ("pairs", config.seed, r), *sampled)
             new, more = usable(new, tokenizer, policy.config.context)
-            lost = {why: lost.get(why, 0) + more.get(why, 0) for why in {**lost, **more}}
+            lost["too long"] = more["too long"]
         why = ", ".join(f"{n} {reason}" for reason, n in lost.items() if n) or "none"
         print(f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if single else 'pairs'}; dropped: {why}")
         if not new:
@@ -707,12 +734,7 @@ def main(config):
         )  # fmt: skip
 
     # 6. What happened
-    run.plot(
-        ("kl", "accuracy", "gold") if problems else "kl",
-        ("step", "chosen_logratio", "rejected_logratio"),
-        "preference_accuracy",
-        "length",
-    )
+    run.plot("accuracy", "kl", ("step", "chosen_logratio", "rejected_logratio"), "length")
     lines = [line for line in run.metrics() if "kl" in line]
     first, last = lines[0], lines[-1]
     table = [
@@ -736,8 +758,11 @@ def main(config):
             print(f"  {name:<18}{before:>7} -> {after:>7}   {meaning}")
     if leaks(last):
         print(mass_leak(last["step"], last))
-    print(f"""  {run.path}, {run.folder}/samples.md (the same prompts before, during and after), {run.folder}/metrics.jsonl
-next: python dpo.py --rounds 4 --init {init} --out {os.path.join(config.out, "iterated")}""")
+    print(
+        f"  {run.path}, {run.folder}/samples.md (the same prompts before, during and after), {run.folder}/metrics.jsonl"
+    )
+    if config.rounds == 1 and not config.data:
+        print(f"next: python dpo.py --rounds 4 --init {init} --out {os.path.join(config.out, 'iterated')}")
 
 
 if __name__ == "__main__":

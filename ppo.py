@@ -20,7 +20,7 @@ term, off by default, is called PPO-ptx: mixed in, it keeps the policy from forg
     python ppo.py            and before it out/base.pt, out/sft.pt and out/reward_model.pt if they are missing
 
 What to expect (defaults, two CPU cores): a minute and a half after the reward model is there; held-out accuracy from
-0.52 to 0.89 and mean length from 6 to 9 tokens, at less than one nat of KL. The reward model has learned that stories
+0.5 to 0.9 and mean length from 6 to 9 tokens, at less than one nat of KL. The reward model has learned that stories
 are worked out to their end, and the policy does it nearly always. What is missing to grpo.py's 0.98 are miscounted
 steps, which the reward model cannot see.
 

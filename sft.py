@@ -9,11 +9,12 @@ where the mask is 1 for response tokens, the first one and the end-of-text token
 wants the model to learn to ask. A mean of per-row means would be another objective, with more weight on the tokens of
 short answers.
 
-    python sft.py            seven seconds on two CPU cores, and before them out/base.pt if it is missing: out/sft.pt
+    python sft.py            ten seconds on two CPU cores, and before them out/base.pt if it is missing: out/sft.pt
 
 What to expect: held-out accuracy stays at about 0.5. The demonstrations have the corpus' habits (45% answer at once,
-and a quarter of those who work it out slip), so the model keeps them too, now always behind "####"; grpo.py shifts
-them.
+and a quarter of those who work it out slip), so the model keeps them too, now always behind "####"; ppo.py, dpo.py and
+grpo.py shift them. A third of the demonstrations do not answer a story but judge two answers to it (data/stories.py:
+`sft_example`), so that `dpo.py --judge self` can ask the model.
 
 Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 1. Deliberately left out: several
 epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead), chat templates.

@@ -2,6 +2,7 @@
 
 python assets/make_plot.py grpo out0 out1 out2
 python assets/make_plot.py ppo few0 few1 few2 -- out0 out1 out2        100 pairs and --beta 0; the defaults
+python assets/make_plot.py dpo shot0 shot1 shot2 -- kept0 kept1 kept2  one-shot; the same labels in four rounds
 """
 
 import json
@@ -62,13 +63,41 @@ def ppo(axes, folders):
         axis.set(
             title=title, xlabel="square root of KL(policy || reference)", ylabel="gold score (solid), proxy (dashed)"
         )
-        axis.legend(loc="upper right")
+        axis.legend()
     axes[1].sharex(axes[0])
     axes[1].sharey(axes[0])
 
 
+def dpo(axes, folders):
+    cut = folders.index("--")
+    print("| folder | accuracy | gold | KL | mean length | chosen | rejected |\n|---|---|---|---|---|---|---|")
+    for group, style in ((folders[:cut], "-"), (folders[cut + 1 :], "--")):
+        for seed, folder in enumerate(group):
+            _, measured = measured_lines(folder, "dpo")
+            steps, color = [line["step"] for line in measured], f"C{seed}"
+            label = "one-shot" if style == "-" else "four rounds"
+            axes[0].plot(
+                steps, [line["accuracy"] for line in measured], style, color=color, label=f"{label}, seed {seed}"
+            )
+            for key in ("chosen_logratio", "rejected_logratio") if style == "-" else ():
+                axes[1].plot(
+                    steps, [line[key] for line in measured], "-" if "chosen" in key else ":", color=color,
+                    label=f"{key.split('_')[0]}, seed {seed}",
+                )  # fmt: skip
+            cells = [
+                f"{measured[0][key]:{form}} → {measured[-1][key]:{form}}"
+                for key, form in (("accuracy", ".3f"), ("gold", ".2f"), ("kl", ".2f"), ("length", ".1f"))
+            ]
+            cells += [f"{measured[-1][key]:+.2f}" for key in ("chosen_logratio", "rejected_logratio")]
+            print(f"| {folder} | " + " | ".join(cells) + " |")
+    axes[0].set(title="held-out accuracy", xlabel="DPO step", ylim=(0.4, 1))
+    axes[1].set(title="log-probability of held-out responses\nagainst the SFT model (nats)", xlabel="DPO step")
+    for axis in axes:
+        axis.legend(fontsize=7)
+
+
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-{"grpo": grpo, "ppo": ppo}[sys.argv[1]](axes, sys.argv[2:])
+{"grpo": grpo, "ppo": ppo, "dpo": dpo}[sys.argv[1]](axes, sys.argv[2:])
 for axis in axes:
     axis.grid(alpha=0.3)
 figure.savefig(Path(__file__).with_name(f"{sys.argv[1]}.png"), dpi=110)

@@ -804,7 +804,10 @@ def test_the_table_of_rounds(tmp_path, monkeypatch, capsys):
         found = checkpoint["config"]
         assert (found["rounds"], found["reset_reference"], found["seed"], checkpoint["step"]) == (rounds, reset, 1, 6)
     last = {
-        name: [json.loads((tmp_path / f"compare/{name}-{s}/dpo/metrics.jsonl").read_text().splitlines()[-1]) for s in range(3)]
+        name: [
+            json.loads((tmp_path / f"compare/{name}-{s}/dpo/metrics.jsonl").read_text().splitlines()[-1])
+            for s in range(3)
+        ]
         for name in ("one-shot", "kept", "reset")
     }
     for name, lines in last.items():
@@ -812,7 +815,11 @@ def test_the_table_of_rounds(tmp_path, monkeypatch, capsys):
         assert row[2:5] == [f"{line['accuracy']:.3f}" for line in lines]
         assert row[6] == f"{sum(line['kl'] for line in lines) / 3:.3f}"
     for name in ("kept", "reset"):
-        pairs = [(a["accuracy"], b["accuracy"]) for a, b in zip(last[name], last["one-shot"]) if a["accuracy"] != b["accuracy"]]
+        pairs = [
+            (a["accuracy"], b["accuracy"])
+            for a, b in zip(last[name], last["one-shot"])
+            if a["accuracy"] != b["accuracy"]
+        ]
         wins = sum(a > b for a, b in pairs)
         said = f"reference {name}: better than one-shot with {wins} of {len(pairs)} seeds"
         assert said in printed and f"p = {dpo.sign_test(wins, len(pairs)):.4f}" in printed

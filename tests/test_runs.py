@@ -356,12 +356,18 @@ def pairs_file(path, n=40, single=False, **more):
     """Answers that are worth something and answers that are not, to n prompts; or as single responses with a label."""
     rows = [dict(prompt=f"How many? {i}", chosen=" #### 1", rejected=" #### 20", **more) for i in range(n)]
     if single:
-        rows = [dict(prompt=row["prompt"], response=row[key], label=key == "chosen") for row in rows for key in ("chosen", "rejected")]
+        rows = [
+            dict(prompt=row["prompt"], response=row[key], label=key == "chosen")
+            for row in rows
+            for key in ("chosen", "rejected")
+        ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return str(path)
 
 
-@pytest.mark.parametrize("loss, single", [("dpo", False), ("cdpo", False), ("kto", False), ("kto", True), ("orpo", False)])
+@pytest.mark.parametrize(
+    "loss, single", [("dpo", False), ("cdpo", False), ("kto", False), ("kto", True), ("orpo", False)]
+)
 def test_dpo_learns_from_a_file_and_resumes(chain, tmp_path, loss, single):
     """Pairs or single labels: the good answer becomes the likelier one, on held-out prompts; a run that was interrupted
     goes on with the same numbers."""
@@ -401,8 +407,10 @@ def test_what_dpo_says_of_a_file(chain, tmp_path, capsys):
     data.write_text(data.read_text() + "\n" + "\n".join([same, long] * 20))
     main(dpo, tmp_path, data=str(data), **options)
     printed = capsys.readouterr().out
-    assert "rows have a probability, which only --loss cdpo uses" in printed and "rows have a margin, which dpo.py does not use" in printed
-    kept, equal, long = map(int, re.search(r"round 1 of 1: (\d+) pairs; dropped: (\d+) equal, (\d+) too long", printed).groups())
+    assert "has probability and margin: only --loss cdpo uses a probability, no loss a margin" in printed
+    kept, equal, long = map(
+        int, re.search(r"round 1 of 1: (\d+) pairs; dropped: (\d+) equal, (\d+) too long", printed).groups()
+    )
     assert 30 <= kept <= 40 and equal in (0, 20) and long in (0, 20)
     single = pairs_file(tmp_path / "single.jsonl", single=True)
     stops(lambda: main(dpo, tmp_path / "x", data=single, **options), single, "--loss kto")
@@ -410,9 +418,18 @@ def test_what_dpo_says_of_a_file(chain, tmp_path, capsys):
     useless = str(tmp_path / "useless.jsonl")
     stops(lambda: main(dpo, tmp_path / "x", data=useless, **options), useless, "nothing to learn from")
     (tmp_path / "mixed.jsonl").write_text(open(single).read() + "\n" + same)
-    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "mixed.jsonl"), **options), "mixed.jsonl, line 81", "use two files")
+    stops(
+        lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "mixed.jsonl"), **options),
+        "mixed.jsonl, line 81",
+        "use two files",
+    )
     (tmp_path / "label.jsonl").write_text(json.dumps(dict(prompt="a", response="b", label=1)))
-    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "label.jsonl"), loss="kto", **options), "line 1", '"label" is 1', "true or false")
+    stops(
+        lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "label.jsonl"), loss="kto", **options),
+        "line 1",
+        '"label" is 1',
+        "true or false",
+    )
     assert not (tmp_path / "x").exists()
 
 
@@ -425,15 +442,27 @@ def test_dpo_with_other_judges(chain, tmp_path, capsys, judge):
     if judge == "self":
         assert "the model as judge sides with gold in" in printed and "position bias" in printed
         for row in rows:
-            assert row["probability"] == pytest.approx((row["asked"][0] + 1 - row["asked"][1]) / 2) and row["probability"] >= 0.5
+            assert (
+                row["probability"] == pytest.approx((row["asked"][0] + 1 - row["asked"][1]) / 2)
+                and row["probability"] >= 0.5
+            )
     else:
-        model = reward_model.RewardModel(gpt.GPTConfig(**torch.load(out / "reward_model.pt", weights_only=True)["model_config"]), 2)
+        model = reward_model.RewardModel(
+            gpt.GPTConfig(**torch.load(out / "reward_model.pt", weights_only=True)["model_config"]), 2
+        )
         model.load_state_dict(weights(out / "reward_model.pt"))
         tokenizer = get_tokenizer()
         for row in rows[:10]:
             reward = {}
             for key in ("chosen", "rejected"):
-                ids = torch.tensor([[*map(int, tokenizer.encode_ordinary(row["prompt"]) + tokenizer.encode_ordinary(row[key])), tokenizer.eot_token]])
+                ids = torch.tensor(
+                    [
+                        [
+                            *map(int, tokenizer.encode_ordinary(row["prompt"]) + tokenizer.encode_ordinary(row[key])),
+                            tokenizer.eot_token,
+                        ]
+                    ]
+                )
                 reward[key] = model(ids[:, :48], torch.ones_like(ids[:, :48])).mean().item()
             assert reward["chosen"] > reward["rejected"]
         checkpoint = torch.load(out / "reward_model.pt", weights_only=True)
