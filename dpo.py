@@ -95,7 +95,7 @@ class Config:
     nll_weight: float = 1.0  # rpo: weight of -log pi(chosen)
     desirable_weight: float = 1.0  # kto: weight of chosen responses
     undesirable_weight: float = 1.0  # kto: weight of rejected ones
-    batch: int = 64  # pairs per optimizer step
+    batch: int = 50  # pairs per optimizer step
     micro_batch: int = 128  # responses per forward and backward pass; changes memory, not the gradient
     lr: float = 1e-4  # peak learning rate
     warmup: int = 10  # steps of linear warm-up (1: none), then a cosine down to a tenth
@@ -111,6 +111,8 @@ class Config:
     def __post_init__(self):
         if not self.steps >= 0:
             raise ValueError(f"--steps {self.steps}: must not be negative")
+        if self.compare and self.rounds == 1 and (self.beta or self.loss != "dpo"):
+            raise ValueError(f"--{'beta' if self.beta else 'loss'}: --compare runs every loss with the beta it has in BETA")
         if self.beta is None:
             self.beta = BETA[self.loss]
         if not self.beta > 0:
@@ -153,7 +155,7 @@ def preference_loss(
     hinge     sums      max(0, 1 - beta (a - b))                        no push once the margin is there
     ipo       sums      (a - b - 1 / (2 beta))^2                        a margin to reach and not to exceed
     ipo_avg   averages  the same with a/|chosen|, b/|rejected|          ... whatever the lengths
-    sppo      sums      (a - 1/(2 beta))^2 + (b + 1/(2 beta))^2         both held in place: no leak
+    sppo      sums      (a - 1/(2 beta))^2 + (b + 1/(2 beta))^2         a target for each, not only for the margin
     kto       sums      1 - sigmoid(+-beta (a or b - z0)), see below    single responses, good or bad
     rpo       sums      dpo + nll_weight * -log pi(chosen) per token    chosen responses to become likely
     simpo     averages  -log sigmoid(beta (log pi(chosen)/|chosen| - log pi(rejected)/|rejected|) - gamma)     no reference
@@ -177,7 +179,7 @@ def preference_loss(
         a, b = a / chosen_lengths, b / rejected_lengths
 
     if loss in ("dpo", "dpo_norm"):
-        # Rafailov et al. 2023, eq. 7; averages: Lambert et al. 2024 (Tulu 3, arXiv:2411.15124), eq. 6
+        # Rafailov et al. 2023, eq. 7; averages: Lambert et al. 2024 (Tulu 3, arXiv:2411.15124)
         per_pair = -F.logsigmoid(beta * (a - b))
     elif loss == "cdpo":
         # Mitchell 2023, a note on DPO with noisy preferences. Least where beta (a - b) is logit(1 - e)
@@ -193,7 +195,7 @@ def preference_loss(
         per_pair = torch.relu(1 - beta * (a - b))
     elif loss in ("ipo", "ipo_avg"):
         # Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta: of whole responses. TRL takes averages, as the
-        # authors told it they had done
+        # authors confirmed (TRL issue 1265)
         per_pair = (a - b - 1 / (2 * beta)) ** 2
     elif loss == "sppo":
         # Wu et al. 2024, arXiv:2405.00675, eq. 4.7, for a judge that says 1 or 0
@@ -268,8 +270,9 @@ class Preferences:
     smoothing: (
         torch.Tensor
     )  # [M] how likely the label is wrong: --label-smoothing, or 1 - probability if the row has it
-    mismatched: Rollout | None  # for kto: each prompt with the response to another prompt
+    gold: torch.Tensor  # [M] by how much the chosen one is the better by the gold score, NaN where it is not known
     ref_logp: torch.Tensor | None = None  # [R] of the responses under the reference: computed once
+    mismatched: Rollout | None = None  # for kto: each prompt with a response to another prompt
     mismatched_ref_logp: torch.Tensor | None = None  # [R]
 
 
@@ -282,13 +285,13 @@ def encode(row, tokenizer):
 
 
 def usable(rows, tokenizer, context):
-    """-> (the rows that can be learned from, how many were dropped, by reason). "equal": chosen and rejected are the same, or
-    nothing. "too long": a text does not fit the context; it is not cut, as a response without its end would teach to run
-    on."""
+    """-> (the rows that can be learned from, how many were dropped, by reason). "equal": chosen and rejected are the same
+    text, or one has no token at all. "too long": a text does not fit the context; it is not cut, as a response without its
+    end would teach to run on."""
     kept, dropped = [], {"equal": 0, "too long": 0}
     for row in rows:
         prompt, responses = encode(row, tokenizer)
-        if (responses[0] == responses[-1] and len(responses) == 2) or not all(responses):
+        if ("chosen" in row and row["chosen"] == row["rejected"]) or not all(responses):
             dropped["equal"] += 1
         elif len(prompt) + max(map(len, responses)) > context:
             dropped["too long"] += 1
@@ -297,7 +300,7 @@ def usable(rows, tokenizer, context):
     return kept, dropped
 
 
-def as_tensors(rows, tokenizer, context, config):
+def as_tensors(rows, tokenizer, config):
     """Usable rows as Preferences."""
     prompts, responses, chosen, elements, smoothing = [], [], [], [], []
     for row in rows:
@@ -309,20 +312,27 @@ def as_tensors(rows, tokenizer, context, config):
         # robust is for labels of which a known share is wrong, whatever is said of a single one
         soft = config.loss == "cdpo" and "probability" in row
         smoothing.append(1 - row["probability"] if soft else config.label_smoothing)
-    mismatched = None
-    if config.loss == "kto":
-        # the responses of the next row with another prompt, cut where they exceed the context
-        others, k = [], 0
-        for i, element in enumerate(elements):
-            prompt, k = prompts[element[0]], max(i + 1, k)
-            while k < i + len(elements) and prompts[elements[k % len(elements)][0]] == prompt:
-                k += 1
-            others += [responses[row][: context - len(prompt)] for row in elements[k % len(elements)]]
-        mismatched = Rollout.of(prompts, others, config.device)
-    rollout = Rollout.of(prompts, responses, config.device)
-    elements, chosen, smoothing = torch.tensor(elements), torch.tensor(chosen), torch.tensor(smoothing)
-    on = lambda x: x.to(config.device)  # noqa: E731
-    return Preferences(rollout, on(elements), on(chosen), rollout.mask.sum(1), on(smoothing), mismatched)
+    rollout, gold = Rollout.of(prompts, responses, config.device), [row.get("gold", math.nan) for row in rows]
+    elements, chosen, smoothing, gold = (
+        torch.tensor(x, device=config.device) for x in (elements, chosen, smoothing, gold)
+    )
+    return Preferences(rollout, elements, chosen, rollout.mask.sum(1), smoothing, gold)
+
+
+def mismatch(data, context, seed):
+    """Each prompt with a response to another prompt, chosen where the row's own is chosen, for kto's z0. Cut where it exceeds
+    the context. The prompts must not all be the same."""
+    rng, P = random.Random(seed), data.rollout.prompt_len
+    ids, attention = data.rollout.ids.tolist(), data.rollout.attention_mask.tolist()
+    prompts = [[token for token, real in zip(i[:P], a[:P]) if real] for i, a in zip(ids, attention)]
+    responses = [[token for token, real in zip(i[P:], a[P:]) if real] for i, a in zip(ids, attention)]
+    elements, others = data.elements.tolist(), []
+    for element in elements:
+        other = element
+        while prompts[other[0]] == prompts[element[0]]:
+            other = rng.choice(elements)
+        others += [responses[row][: context - len(prompts[element[0]])] for row in other]
+    return Rollout.of(prompts, others, data.rollout.ids.device)
 
 
 def sequence_logprobs(model, rollout, micro_batch):
@@ -336,7 +346,8 @@ def ask_reference(reference, data, config):
     """The reference's log-probabilities, once for all steps; none where the loss has no reference."""
     if config.loss not in WITHOUT_REFERENCE:
         data.ref_logp = sequence_logprobs(reference, data.rollout, config.micro_batch)
-    if data.mismatched:
+    if config.loss == "kto":
+        data.mismatched = mismatch(data, reference.config.context, config.seed)
         data.mismatched_ref_logp = sequence_logprobs(reference, data.mismatched, config.micro_batch)
 
 
@@ -391,7 +402,8 @@ def update(policy, optimizer, data, step, name, config):
 @torch.no_grad()
 def measure_pairs(policy, data, config):
     """What happens to the held-out pairs: the mean log-probabilities of their chosen and rejected responses, absolute and
-    against the reference (data.ref_logp), and how often the implicit rewards of the loss side with the judge."""
+    against the reference (data.ref_logp); the margin of the implicit rewards of the loss, and how often they side with the
+    judge, and with the gold score where it is known and differs."""
     logp, w = sequence_logprobs(policy, data.rollout, config.micro_batch), data.chosen  # [R]
     ratio = logp - data.ref_logp
     found = dict(chosen_logp=logp[w], chosen_logratio=ratio[w], rejected_logp=logp[~w], rejected_logratio=ratio[~w])
@@ -402,8 +414,11 @@ def measure_pairs(policy, data, config):
             logp[chosen], logp[rejected], data.ref_logp[chosen], data.ref_logp[rejected], config.beta, config.loss,
             chosen_lengths=data.lengths[chosen], rejected_lengths=data.lengths[rejected],
         )  # fmt: skip
-        if (chosen_reward != rejected_reward).any():  # not while the policy is the reference
-            found["preference_accuracy"] = (chosen_reward > rejected_reward).float().mean().item()
+        difference, known = chosen_reward - rejected_reward, data.gold.abs() > 0  # [M]; NaN > 0 is False
+        found["held_out_margin"] = difference.mean().item()
+        if difference.any():  # not while the policy is the reference
+            found["preference_accuracy"] = (difference > 0).float().mean().item()
+            found["gold_accuracy"] = (difference * data.gold > 0)[known].float().mean().item()
     return found
 
 
@@ -454,6 +469,7 @@ def compare(config):
     steps, with as many seeds as asked for, in folders of their own; and prints a table."""
     if config.rounds == 1:
         variants = {loss: dict(loss=loss, beta=beta) for loss, beta in BETA.items()}
+        variants["sft"] = dict(loss="rpo", beta=1e-6)  # what is left of rpo is to imitate the chosen ones
     else:
         variants = {
             "one-shot": dict(rounds=1),
@@ -470,64 +486,63 @@ def compare(config):
     if not config.reward_model and config.judge == "reward_model":
         common.make_if_missing("reward_model", judge, config, init=init, max_new_tokens=config.max_new_tokens)
     print(f"{len(variants) * len(seeds)} runs from {init}, each in a folder of {folder}")
-    runs, began = {name: [] for name in variants}, time.perf_counter()
+    runs, began = (
+        {name: {} for name in variants},
+        time.perf_counter(),
+    )  # name -> seed -> what was measured before and after
     for done, (seed, name) in enumerate((seed, name) for seed in seeds for name in variants):
-        out = os.path.join(folder, f"{name}-{seed}")
+        out, said = os.path.join(folder, f"{name}-{seed}"), "done"
         os.makedirs(out, exist_ok=True)
-        with open(os.path.join(out, "log.txt"), "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            main(
-                dataclasses.replace(
-                    config, compare=False, seed=seed, init=init, reward_model=judge, out=out, **variants[name]
-                )
-            )
-        with open(os.path.join(out, "dpo", "metrics.jsonl"), encoding="utf-8") as file:
-            lines = [line for line in map(json.loads, file) if "kl" in line]
-        runs[name].append((lines[0], lines[-1]))
+        mine = dataclasses.replace(
+            config, compare=False, seed=seed, init=init, reward_model=judge, out=out, **variants[name]
+        )
+        try:
+            with open(os.path.join(out, "log.txt"), "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+                labels = main(mine)
+            with open(os.path.join(out, "dpo", "metrics.jsonl"), encoding="utf-8") as file:
+                lines = [line for line in map(json.loads, file) if "kl" in line]
+            runs[name][seed] = lines[0], {**lines[-1], "labels": labels}
+        except SystemExit as stop:
+            if stop.code == 130:
+                print(f"stopped; what was finished is in {folder}")
+                raise
+            said = f"failed: {stop.code}"
         left = (time.perf_counter() - began) / (done + 1) * (len(seeds) * len(variants) - done - 1)
-        print(f"seed {seed}, {name}: done; {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
+        print(f"seed {seed}, {name}: {said}; {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
 
     # the accuracy of each seed; all else is the mean over seeds
-    columns = {
-        "gold": ".3f",
-        "kl": ".3f",
-        "entropy": ".3f",
-        "length": ".1f",
-        "chosen_logratio": "+.2f",
-        "rejected_logratio": "+.2f",
-        "seconds": ".0f",
-    }
-    headings = [
-        "accuracy",
-        *[""] * (len(seeds) - 1),
-        "gold",
-        "kl",
-        "entropy",
-        "length",
-        "chosen",
-        "rejected",
-        "seconds",
-    ]
+    columns = [("labels", "labels", ".0f"), ("gold", "gold", ".3f"), ("kl", "kl", ".3f"), ("entropy", "entropy", ".3f"), ("length", "length", ".1f"),
+               ("chosen", "chosen_logratio", "+.2f"), ("rejected", "rejected_logratio", "+.2f"), ("seconds", "seconds", ".0f")]  # fmt: skip
     print(
-        f"\n{config.pairs} labels, judge {config.judge}; chosen, rejected: log-probability of held-out pairs against the SFT model"
+        f"\n{config.data or 'judge: ' + config.judge}; chosen, rejected: log-probability of held-out pairs against {init}"
     )
-    print(f"{'':<12}{'beta':>6}" + "".join(f"{heading:>10}" for heading in headings))
-    for name, pairs in {"before": [(first, first) for first, _ in next(iter(runs.values()))], **runs}.items():
-        cells = [format(last.get("accuracy", math.nan), ".3f") for _, last in pairs]
+    print(
+        f"{'':<12}{'beta':>6}"
+        + f"{'accuracy':>{9 * len(seeds)}}"
+        + "".join(f"{heading:>9}" for heading, _, _ in columns)
+    )
+    runs = {name: measured for name, measured in runs.items() if measured}  # all may have failed
+    before = {seed: (first, first) for seed, (first, _) in next(iter(runs.values()), {}).items()}
+    for name, measured in {"before": before, **runs}.items():
+        lasts = {seed: last for seed, (_, last) in measured.items()}
+        cells = [format(lasts.get(seed, {}).get("accuracy", math.nan), ".3f") for seed in seeds]
         cells += [
-            format(sum(last.get(key, math.nan) for _, last in pairs) / len(pairs), form)
-            for key, form in columns.items()
+            format(sum(last.get(key, math.nan) for last in lasts.values()) / max(1, len(lasts)), form)
+            for _, key, form in columns
         ]
         beta = "" if name == "before" else format(variants[name].get("beta", config.beta), "g")
-        print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>10}" for cell in cells))
-    if config.rounds > 1:
-        one_shot = [last["accuracy"] for _, last in runs["one-shot"]]
-        for name in ("kept", "reset"):
-            differences = [last["accuracy"] - a for (_, last), a in zip(runs[name], one_shot) if last["accuracy"] != a]
-            wins = sum(d > 0 for d in differences)
-            print(
-                f"{config.rounds} rounds, reference {name}: better than one-shot with {wins} of {len(differences)} seeds; by chance "
-                f"that often or more with p = {sign_test(wins, len(differences)):.4f} (sign test)"
-            )
+        print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>9}" for cell in cells))
+    for name in ("kept", "reset") if config.rounds > 1 and "one-shot" in runs else ():
+        pairs = [
+            (runs[name][seed][1]["accuracy"], one_shot["accuracy"])
+            for seed, (_, one_shot) in runs["one-shot"].items()
+            if seed in runs.get(name, {})
+        ]
+        differ, wins = sum(a != b for a, b in pairs), sum(a > b for a, b in pairs)
+        print(
+            f"{config.rounds} rounds, reference {name}: better than one-shot with {wins} of {differ} seeds; by chance that often "
+            f"or more with p = {sign_test(wins, differ):.4f} (sign test)"
+        )
 
 
 def toy(log_probs, parameter, beta, steps=200, lr=0.5):
@@ -607,7 +622,9 @@ def main(config):
     if config.data:
         names = sorted({row["prompt"] for row in rows})
         others = set(random.Random(common.seed_of("split", config.seed)).sample(names, max(1, len(names) // 10)))
-        held_out_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
+        held_out_rows = [row for row in rows if row["prompt"] in others]
+        random.Random(config.seed).shuffle(held_out_rows)
+        held_out_rows = held_out_rows[: config.evaluate]
         rows = [row for row in rows if row["prompt"] not in others]
         unused = [key for key in ("probability", "margin") if any(key in row for row in rows)]
         if unused and (config.loss != "cdpo" or "margin" in unused):
@@ -633,6 +650,18 @@ def main(config):
             f"{config.max_new_tokens} in the context of {policy.config.context}"
         )
 
+    if config.loss == "kto":
+        if config.data and len({row["prompt"] for row in rows}) == 1:
+            raise SystemExit(
+                f"{config.data}: kto needs training rows of several prompts, to see what responses to another one gain"
+            )
+        desirable = sum(row["label"] for row in rows) if single else 1
+        undesirable = len(rows) - desirable if single else 1
+        if not desirable or not undesirable:
+            raise SystemExit(f"{config.data}: all labels are {bool(desirable)}, there is nothing to tell apart")
+        balance = desirable * config.desirable_weight / (undesirable * config.undesirable_weight)
+        print(f"weight of desirable responses against undesirable ones: {balance:.2f} (KTO's authors advise 1 to 1.33)")
+
     # 2. The number of steps: the same for each round
     share = (len(rows) if config.data else config.pairs) // config.rounds  # labels per round
     per_round = -(-config.steps // config.rounds) if config.steps else -(-share // config.batch)
@@ -646,7 +675,10 @@ def main(config):
         raise SystemExit(
             f"{run.path} was made with --steps {run.checkpoint['steps']}: with --rounds they decide when a round ends"
         )
-    held_out = as_tensors(held_out_rows, tokenizer, policy.config.context, config)
+    labels = 0  # how many there were so far
+    if run.checkpoint:
+        held_out_rows, labels = run.checkpoint["held_out_rows"], run.checkpoint["labels"]
+    held_out = as_tensors(held_out_rows, tokenizer, config)
     held_out.ref_logp = sequence_logprobs(reference, held_out.rollout, config.micro_batch)
 
     def begin_round(r):
@@ -658,17 +690,27 @@ def main(config):
             new, more = usable(new, tokenizer, policy.config.context)
             lost["too long"] = more["too long"]
         why = ", ".join(f"{n} {reason}" for reason, n in lost.items() if n) or "none"
-        print(f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if single else 'pairs'}; dropped: {why}")
+        short = "" if len(new) == share else f" ({share} were asked for: it nearly always says the same)"
+        print(
+            f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if single else 'pairs'}{short}; dropped: {why}"
+        )
         if not new:
-            run.save(step, policy, optimizer, ref_logp=None, mismatched_ref_logp=None, rows=None)
+            save(step, [], None)
             raise SystemExit(f"the policy says always the same: nothing to learn from; {run.path} holds step {step}")
         if not config.data:
             write_preferences(run.folder / ("preferences.jsonl" if r == 0 else f"preferences-{r + 1}.jsonl"), new)
         if not config.data and config.judge == "self":
             print(report(new))
-        data = as_tensors(new, tokenizer, policy.config.context, config)
+        data = as_tensors(new, tokenizer, config)
         ask_reference(policy if config.reset_reference else reference, data, config)
         return new, data
+
+    def save(step, rows, data, every=1):
+        """With the pairs of the round, what its reference says of them, and the held-out pairs."""
+        run.save(
+            step, policy, optimizer, every, rows=[] if config.data else rows, held_out_rows=held_out_rows, labels=labels,
+            ref_logp=data and data.ref_logp, mismatched_ref_logp=data and data.mismatched_ref_logp,
+        )  # fmt: skip
 
     def measure(step, samples):
         """The gauge, on pairs and prompts that nobody trained on."""
@@ -692,25 +734,26 @@ def main(config):
 
     if not config.resume:
         run.log(0, **measure(0, FINAL_SAMPLES))
-        run.save(0, policy, optimizer, ref_logp=None, mismatched_ref_logp=None, rows=None)
+        save(0, [], None)
     leaks = lambda line: line.get("chosen_logratio", 0) < 0 and line.get("rejected_logratio", 0) < 0  # noqa: E731
     warned = any(leaks(line) for line in run.metrics())
     data, tokens, busy = None, 0, 0.0
     while step < config.steps:
-        began = time.perf_counter()
         # 3. A round begins; or goes on, after --resume, with its pairs and what its reference said of them
         r, k = divmod(step, per_round)
         if k == 0:
             new, data = begin_round(r)
+            labels += len(new)
         elif data is None:
             new = rows if config.data else run.checkpoint["rows"]
-            data = as_tensors(new, tokenizer, policy.config.context, config)
-            data.ref_logp, data.mismatched_ref_logp = (
-                None if x is None else x.to(config.device)
-                for x in (run.checkpoint["ref_logp"], run.checkpoint["mismatched_ref_logp"])
-            )
+            data = as_tensors(new, tokenizer, config)
+            data.mismatched = mismatch(data, policy.config.context, config.seed) if config.loss == "kto" else None
+            for name in ("ref_logp", "mismatched_ref_logp"):
+                value = run.checkpoint[name]
+                setattr(data, name, None if value is None else value.to(config.device))
 
         # 4. One step
+        began = time.perf_counter()
         lr = common.cosine_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -728,29 +771,29 @@ def main(config):
             if leaks(found) and not warned:
                 warned = True
                 print(mass_leak(step, found), flush=True)
-        run.save(
-            step, policy, optimizer, config.save_every, ref_logp=data.ref_logp,
-            mismatched_ref_logp=data.mismatched_ref_logp, rows=None if config.data else new,
-        )  # fmt: skip
+        save(step, new, data, config.save_every)
 
     # 6. What happened
     run.plot("accuracy", "kl", ("step", "chosen_logratio", "rejected_logratio"), "length")
     lines = [line for line in run.metrics() if "kl" in line]
     first, last = lines[0], lines[-1]
+    gold = held_out.gold[held_out.gold.abs() > 0]
+    ceiling = f"the judge itself: {(gold > 0).float().mean().item():.3f}"
     table = [
         ("accuracy (pass@1)", "accuracy", ".3f", "a single sample at temperature 1"),
         ("gold score", "gold", ".3f", "what answers are worth, at most 3.5"),
-        ("KL to reference", "kl", ".3f", "nats per response, of fresh samples; the reference is the SFT model"),
+        ("KL to the start", "kl", ".3f", f"nats per response, of fresh samples, to {init}"),
         ("response length", "length", ".1f", "tokens"),
         ("entropy", "entropy", ".3f", "nats per token"),
         ("chosen log-prob", "chosen_logp", ".2f", "of held-out pairs, summed over the response"),
         ("rejected log-prob", "rejected_logp", ".2f", "both may fall: the loss sees only their difference"),
-        ("sides with judge", "preference_accuracy", ".3f", "implicit rewards on held-out pairs; at first all are 0"),
+        ("margin", "held_out_margin", ".3f", "chosen minus rejected, of implicit rewards, on held-out pairs"),
+        ("sides with judge", "preference_accuracy", ".3f", "the implicit rewards, on held-out pairs"),
+        ("sides with gold", "gold_accuracy", ".3f", ceiling),
     ]
-    labels = len(rows) if config.data else share * config.rounds
     print(
         f"\nDPO ({config.loss}, beta {config.beta:g}): {config.steps} steps on {labels} labels in {last['seconds']:.0f} seconds; "
-        f"on {len(prompts)} held-out prompts:"
+        f"on {len(prompts)} held-out {'stories' if problems else 'prompts'}:"
     )
     for name, key, form, meaning in table:
         before, after = (format(line[key], form) if key in line else "" for line in (first, last))
@@ -762,7 +805,8 @@ def main(config):
         f"  {run.path}, {run.folder}/samples.md (the same prompts before, during and after), {run.folder}/metrics.jsonl"
     )
     if config.rounds == 1 and not config.data:
-        print(f"next: python dpo.py --rounds 4 --init {init} --out {os.path.join(config.out, 'iterated')}")
+        print(f"next: the same with --rounds 4 --init {init} --out {os.path.join(config.out, 'iterated')}")
+    return labels
 
 
 if __name__ == "__main__":

@@ -301,14 +301,14 @@ def response_logp(model, row, key, of=None):
     return ids_logp(model, DIGITS.encode(row["prompt"]), response_ids(of or row, key))
 
 
-def z0_by_hand(policy, reference, rows, mine):
-    """kto's z0 for the step with rows[i], i in `mine`: the responses of the next row with another prompt."""
-    gains, n = [], len(rows)
-    for i in mine:
-        other = next(rows[j % n] for j in range(i + 1, i + 1 + n) if rows[j % n]["prompt"] != rows[i]["prompt"])
-        for key in ("chosen", "rejected") if "chosen" in rows[i] else ("response",):
-            gain = response_logp(policy, rows[i], key, other) - response_logp(reference, rows[i], key, other)
-            gains.append(gain.item())
+def z0_by_hand(policy, reference, rows, mine, seed=0):
+    """kto's z0 for the step with rows[i], i in `mine`: how much likelier responses to other prompts have become."""
+    data, gains = dpo.as_tensors(rows, DIGITS, digit_config()), []
+    other = dpo.mismatch(data, 8, seed)
+    for r in data.elements[list(mine)].flatten().tolist():
+        ids, real = other.ids[r], other.attention_mask[r] > 0
+        prompt, response = ids[: other.prompt_len][real[: other.prompt_len]], ids[other.prompt_len :][real[other.prompt_len :]]
+        gains.append((ids_logp(policy, prompt.tolist(), response.tolist()) - ids_logp(reference, prompt.tolist(), response.tolist())).item())
     return max(0.0, sum(gains) / len(gains))
 
 
@@ -353,8 +353,8 @@ def float64(monkeypatch):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_step_is_the_mean_over_pairs_however_it_is_cut_and_padded(float64, loss, micro_batch):
     rows, config = digit_rows(7), digit_config(loss=loss, batch=7, micro_batch=micro_batch, max_grad_norm=1e9)
-    policy, reference = digit_model(1), digit_model(0)
-    data = dpo.as_tensors(rows, DIGITS, 8, config)
+    policy, reference = digit_model(2), digit_model(0)
+    data = dpo.as_tensors(rows, DIGITS, config)
     dpo.ask_reference(reference, data, config)
     z0 = z0_by_hand(policy, reference, rows, range(7)) if loss == "kto" else 0.0
     assert loss != "kto" or z0 > 0.05
@@ -368,6 +368,25 @@ def test_a_step_is_the_mean_over_pairs_however_it_is_cut_and_padded(float64, los
     assert stats["grad_norm"] == pytest.approx(math.sqrt(sum(float((g**2).sum()) for g in gradient)))
 
 
+def test_responses_to_other_prompts():
+    """For z0: each prompt with a response to another one, chosen where its own is chosen, within the context."""
+    rows = digit_rows(12) + [dict(prompt="5", chosen="12345", rejected="0")] * 3
+    data = dpo.as_tensors(rows, DIGITS, digit_config())
+    other = dpo.mismatch(data, 8, 0)
+    taken = set()
+    for i, row in enumerate(rows):
+        for k, key in enumerate(("chosen", "rejected")):
+            ids, real = other.ids[2 * i + k], other.attention_mask[2 * i + k] > 0
+            n = len(row["prompt"])
+            assert ids[:3][real[:3]].tolist() == DIGITS.encode(row["prompt"])
+            response = ids[3:][real[3:]].tolist()
+            sources = [o for o in rows if o["prompt"] != row["prompt"] and response_ids(o, key)[: 8 - n] == response]
+            assert sources
+            taken.add(tuple(response))
+    assert len(taken) > 8  # not always the same one
+    assert torch.equal(dpo.mismatch(data, 8, 0).ids, other.ids) and not torch.equal(dpo.mismatch(data, 8, 1).ids, other.ids)
+
+
 def test_single_responses_are_pairs_without_a_partner(float64):
     """kto on labelled responses, unequal in number: the sum over both kinds, each with its weight."""
     pairs, config = digit_rows(5), digit_config(loss="kto", batch=9, max_grad_norm=1e9)
@@ -377,8 +396,8 @@ def test_single_responses_are_pairs_without_a_partner(float64):
         for key in ("chosen", "rejected")
     ]
     rows.pop()  # five good ones and four bad ones
-    policy, reference = digit_model(1), digit_model(0)
-    data = dpo.as_tensors(rows, DIGITS, 8, config)
+    policy, reference = digit_model(2), digit_model(0)
+    data = dpo.as_tensors(rows, DIGITS, config)
     assert data.elements.shape == (9, 1) and data.chosen.tolist() == [True, False] * 4 + [True]
     dpo.ask_reference(reference, data, config)
     z0, losses = z0_by_hand(policy, reference, rows, range(9)), []
@@ -398,7 +417,7 @@ def test_single_responses_are_pairs_without_a_partner(float64):
 
 def test_every_pass_sees_each_pair_once_in_another_order(monkeypatch):
     seen, config, policy = [], digit_config(batch=4, micro_batch=64), digit_model()
-    data = dpo.as_tensors(digit_rows(10), DIGITS, 8, config)
+    data = dpo.as_tensors(digit_rows(10), DIGITS, config)
     dpo.ask_reference(policy, data, config)
     plain = GPT.response_states
     monkeypatch.setattr(
@@ -417,7 +436,7 @@ def test_the_reference_is_asked_once_and_not_at_all_without_one(monkeypatch):
     monkeypatch.setattr(GPT, "response_states", lambda m, *rest: (asked.append(m is reference), plain(m, *rest))[1])
     for loss in ("dpo", "simpo", "orpo"):
         config = digit_config(loss=loss, batch=4)
-        data = dpo.as_tensors(digit_rows(10), DIGITS, 8, config)
+        data = dpo.as_tensors(digit_rows(10), DIGITS, config)
         asked.clear()
         dpo.ask_reference(reference, data, config)
         assert sum(asked) == (5 if loss == "dpo" else 0)  # 20 responses, 4 at a time
@@ -432,17 +451,17 @@ def test_what_is_dropped_and_why():
         dict(prompt="12", chosen="012345", rejected="3"),  # 2 + 6 + EOS > 8
         dict(prompt="12", chosen="01234", rejected="3"),  # just fits
         dict(prompt="12", chosen="4", rejected="3", probability=0.7),
-        dict(prompt="12", chosen="4", rejected="4", cut_off=["rejected"]),  # 4 and the end, 4 and so on: not equal
+        dict(prompt="12", chosen="4", rejected="4", cut_off=["rejected"]),  # the same text, as far as one can see
         dict(prompt="12", chosen="4", rejected="", cut_off=["rejected"]),  # no token at all
     ]
     kept, dropped = dpo.usable(rows, DIGITS, 8)
-    assert dropped == {"equal": 2, "too long": 1} and kept == rows[2:5]
-    data = dpo.as_tensors(kept, DIGITS, 8, digit_config(loss="robust"))
-    close(data.smoothing, [E] * 3)
-    data = dpo.as_tensors(kept, DIGITS, 8, digit_config(loss="cdpo"))
-    close(data.smoothing, [E, 0.3, E])
-    assert data.lengths.tolist() == [6, 2, 2, 2, 2, 1]
-    assert data.elements.tolist() == [[0, 1], [2, 3], [4, 5]] and data.chosen.tolist() == [True, False] * 3
+    assert dropped == {"equal": 3, "too long": 1} and kept == rows[2:4]
+    data = dpo.as_tensors(kept, DIGITS, digit_config(loss="robust"))
+    close(data.smoothing, [E] * 2)
+    data = dpo.as_tensors(kept, DIGITS, digit_config(loss="cdpo"))
+    close(data.smoothing, [E, 0.3])
+    assert data.lengths.tolist() == [6, 2, 2, 2]
+    assert data.elements.tolist() == [[0, 1], [2, 3]] and data.chosen.tolist() == [True, False] * 2
 
 
 def test_given_texts_are_scored_like_sampled_ones(tiny_model):
@@ -606,10 +625,14 @@ def test_sign_test():
 
 def test_what_is_measured_on_pairs(float64):
     rows, policy, reference = digit_rows(9), digit_model(1), digit_model(0)
+    for i, row in enumerate(rows):
+        row["gold"] = (0.0, 1.0, -1.0)[i % 3]
+    del rows[4]["gold"]
     for loss in ("dpo", "simpo"):
         config = digit_config(loss=loss)
-        data = dpo.as_tensors(rows, DIGITS, 8, config)
+        data = dpo.as_tensors(rows, DIGITS, config)
         data.ref_logp = dpo.sequence_logprobs(reference, data.rollout, 4)
+        data_of_dpo = data
         found = dpo.measure_pairs(policy, data, config)
         logp = {key: [response_logp(policy, row, key).item() for row in rows] for key in ("chosen", "rejected")}
         ref = {key: [response_logp(reference, row, key).item() for row in rows] for key in ("chosen", "rejected")}
@@ -621,6 +644,11 @@ def test_what_is_measured_on_pairs(float64):
         )
         right = sum(implicit("chosen", i) > implicit("rejected", i) for i in range(9))
         assert found["preference_accuracy"] == pytest.approx(right / 9) and 0 < right < 9
+        gaps = [implicit("chosen", i) - implicit("rejected", i) for i in range(9)]
+        assert found["held_out_margin"] == pytest.approx(config.beta * sum(gaps) / 9)
+        sides = [gaps[i] * rows[i]["gold"] > 0 for i in range(9) if rows[i].get("gold")]
+        assert len(sides) == 5 and found["gold_accuracy"] == pytest.approx(sum(sides) / 5)
+    assert "preference_accuracy" not in dpo.measure_pairs(reference, data_of_dpo, digit_config())  # all rewards are 0
 
 
 def test_what_is_measured_on_samples(float64, monkeypatch):
@@ -644,7 +672,7 @@ def test_what_is_measured_on_samples(float64, monkeypatch):
 
 def test_where_the_mass_went(float64):
     rows, policy, reference = digit_rows(6), digit_model(1), digit_model(0)
-    data = dpo.as_tensors(rows, DIGITS, 8, digit_config())
+    data = dpo.as_tensors(rows, DIGITS, digit_config())
     gain, n = torch.zeros(7), 0
     for row in rows:
         for key in ("chosen", "rejected"):
@@ -785,13 +813,27 @@ def test_the_table_of_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dpo, "FINAL_SAMPLES", 1)
     world(tmp_path, monkeypatch, 0, compare=True, seeds=2, pairs=30, batch=15, evaluate=12)
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert table[0].startswith("30 labels, judge gold") and [line.split()[0] for line in table[3:]] == list(LOSSES)
+    assert table[0].startswith("judge: gold") and [line.split()[0] for line in table[3:]] == [*LOSSES, "sft"]
     for seed in (0, 1):
         files = {(tmp_path / f"compare/{loss}-{seed}/dpo/preferences.jsonl").read_text() for loss in LOSSES}
         assert len(files) == 1
     last = json.loads((tmp_path / "compare/ipo-1/dpo/metrics.jsonl").read_text().splitlines()[-1])
     row = next(line.split() for line in table if line.startswith("ipo "))
-    assert row[1] == "0.1" and row[3] == f"{last['accuracy']:.3f}"
+    assert row[1] == "0.1" and row[3] == f"{last['accuracy']:.3f}" and row[4] == "30"
+
+
+def test_a_run_that_fails_is_a_gap_in_the_table(tmp_path, monkeypatch, capsys):
+    plain = dpo.preference_loss
+
+    def failing(*args, **kw):
+        losses, *rewards = plain(*args, **kw)
+        return (losses * float("nan") if args[5] == "hinge" else losses), *rewards
+
+    monkeypatch.setattr(dpo, "preference_loss", failing)
+    world(tmp_path, monkeypatch, 0, compare=True, pairs=30, batch=15, evaluate=12)
+    printed = capsys.readouterr().out
+    assert "hinge: failed: step 1: loss is nan" in printed and not any(line.startswith("hinge ") for line in printed.splitlines())
+    assert any(line.startswith("orpo ") for line in printed.splitlines())
 
 
 def test_the_table_of_rounds(tmp_path, monkeypatch, capsys):
@@ -813,7 +855,7 @@ def test_the_table_of_rounds(tmp_path, monkeypatch, capsys):
     for name, lines in last.items():
         row = next(line.split() for line in printed.splitlines() if line.startswith(f"{name} "))
         assert row[2:5] == [f"{line['accuracy']:.3f}" for line in lines]
-        assert row[6] == f"{sum(line['kl'] for line in lines) / 3:.3f}"
+        assert row[7] == f"{sum(line['kl'] for line in lines) / 3:.3f}"
     for name in ("kept", "reset"):
         pairs = [
             (a["accuracy"], b["accuracy"])

@@ -293,6 +293,8 @@ def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
         (dpo, ["--rounds", "2", "--data", "pairs.jsonl"], ["--rounds 2", "--data"]),
         (dpo, ["--rounds", "9", "--pairs", "8"], ["--rounds 9", "--pairs 8"]),
         (dpo, ["--compare", "--resume"], ["--resume", "--compare"]),
+        (dpo, ["--compare", "--beta", "0.3"], ["--beta", "--compare"]),
+        (dpo, ["--compare", "--loss", "ipo"], ["--loss", "--compare"]),
         (dpo, ["--steps", "-1"], ["--steps -1"]),
     ],
 )
@@ -430,6 +432,12 @@ def test_what_dpo_says_of_a_file(chain, tmp_path, capsys):
         '"label" is 1',
         "true or false",
     )
+    bad = [json.dumps(dict(prompt=f"{i}", response="b", label=False)) for i in range(30)]
+    (tmp_path / "bad.jsonl").write_text("\n".join(bad))
+    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "bad.jsonl"), loss="kto", **options), "all labels are False")
+    two = [json.dumps(dict(prompt=f"{i % 2}", chosen="b", rejected="c")) for i in range(30)]
+    (tmp_path / "two.jsonl").write_text("\n".join(two))
+    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "two.jsonl"), loss="kto", **options), "several prompts")
     assert not (tmp_path / "x").exists()
 
 
