@@ -126,6 +126,8 @@ class Config:
             raise ValueError(f"--label-smoothing {self.label_smoothing}: must be from 0 to below 0.5, where labels say nothing")
         if self.samples == 1:
             raise ValueError("--samples 1: there is nothing to compare one response with; use at least 2")
+        if self.seeds > 1 and not self.compare:
+            raise ValueError(f"--seeds {self.seeds}: only --compare repeats; use --seed")
         if self.compare and self.resume:
             raise ValueError("--resume: --compare starts all its runs anew")
         if self.judge == "self" and self.samples > 2:

@@ -294,6 +294,7 @@ def test_an_earlier_run_is_kept(chain, tmp_path, capsys):
         (dpo, ["--rounds", "9", "--pairs", "8"], ["--rounds 9", "--pairs 8"]),
         (dpo, ["--compare", "--resume"], ["--resume", "--compare"]),
         (dpo, ["--compare", "--beta", "0.3"], ["--beta", "--compare"]),
+        (dpo, ["--seeds", "3"], ["--seeds 3", "--compare"]),
         (dpo, ["--compare", "--loss", "ipo"], ["--loss", "--compare"]),
         (dpo, ["--steps", "-1"], ["--steps -1"]),
     ],
