@@ -492,20 +492,19 @@ def compare(config):
         common.make_if_missing("sft", init, config)
     if not config.reward_model and config.judge == "reward_model":
         common.make_if_missing("reward_model", judge, config, init=init, max_new_tokens=config.max_new_tokens)
-    print(f"{len(variants) * len(seeds)} runs from {init}, each in a folder of {folder}")
-    runs, began = (
-        {name: {} for name in variants},
-        time.perf_counter(),
-    )  # name -> seed -> what was measured before and after
+    runs = {name: {} for name in variants}  # name -> seed -> what was measured before and after
+    began, total = time.perf_counter(), len(seeds) * len(variants)
+    print(f"{total} runs from {init}, each in a folder of {folder}")
     for done, (seed, name) in enumerate((seed, name) for seed in seeds for name in variants):
         out, said = os.path.join(folder, f"{name}-{seed}"), "done"
         os.makedirs(out, exist_ok=True)
-        mine = dataclasses.replace(
-            config, compare=False, seed=seed, init=init, reward_model=judge, out=out, **variants[name]
-        )
+        mine = {
+            **dataclasses.asdict(config),
+            **dict(compare=False, seeds=1, seed=seed, init=init, reward_model=judge, out=out),
+        }
         try:
             with open(os.path.join(out, "log.txt"), "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-                labels = main(mine)
+                labels = main(Config(**{**mine, **variants[name]}))
             with open(os.path.join(out, "dpo", "metrics.jsonl"), encoding="utf-8") as file:
                 lines = [line for line in map(json.loads, file) if "kl" in line]
             runs[name][seed] = lines[0], {**lines[-1], "labels": labels}
@@ -514,37 +513,28 @@ def compare(config):
                 print(f"stopped; what was finished is in {folder}")
                 raise
             said = f"failed: {stop.code}"
-        left = (time.perf_counter() - began) / (done + 1) * (len(seeds) * len(variants) - done - 1)
+        left = (time.perf_counter() - began) / (done + 1) * (total - done - 1)
         print(f"seed {seed}, {name}: {said}; {int(left) // 60}:{int(left) % 60:02d} left", flush=True)
 
     # the accuracy of each seed; all else is the mean over seeds
-    columns = [("labels", "labels", ".0f"), ("gold", "gold", ".3f"), ("kl", "kl", ".3f"), ("entropy", "entropy", ".3f"), ("length", "length", ".1f"),
-               ("chosen", "chosen_logratio", "+.2f"), ("rejected", "rejected_logratio", "+.2f"), ("seconds", "seconds", ".0f")]  # fmt: skip
-    print(
-        f"\n{config.data or 'judge: ' + config.judge}; chosen, rejected: log-probability of held-out pairs against {init}"
-    )
-    print(
-        f"{'':<12}{'beta':>6}"
-        + f"{'accuracy':>{9 * len(seeds)}}"
-        + "".join(f"{heading:>9}" for heading, _, _ in columns)
-    )
+    columns = [("labels", "labels", ".0f"), ("gold", "gold", ".3f"), ("kl", "kl", ".3f"), ("entropy", "entropy", ".3f"),
+               ("length", "length", ".1f"), ("chosen", "chosen_logratio", "+.2f"), ("rejected", "rejected_logratio", "+.2f"),
+               ("seconds", "seconds", ".0f")]  # fmt: skip
+    source, headings = config.data or f"judge: {config.judge}", "".join(f"{heading:>9}" for heading, _, _ in columns)
+    print(f"\n{source}; chosen, rejected: log-probability of held-out pairs against {init}")
+    print(f"{'':<12}{'beta':>6}{'accuracy':>{9 * len(seeds)}}{headings}")
     runs = {name: measured for name, measured in runs.items() if measured}  # all may have failed
     before = {seed: (first, first) for seed, (first, _) in next(iter(runs.values()), {}).items()}
     for name, measured in {"before": before, **runs}.items():
         lasts = {seed: last for seed, (_, last) in measured.items()}
         cells = [format(lasts.get(seed, {}).get("accuracy", math.nan), ".3f") for seed in seeds]
-        cells += [
-            format(sum(last.get(key, math.nan) for last in lasts.values()) / max(1, len(lasts)), form)
-            for _, key, form in columns
-        ]
+        for _, key, form in columns:
+            cells.append(format(sum(last.get(key, math.nan) for last in lasts.values()) / max(1, len(lasts)), form))
         beta = "" if name == "before" else format(variants[name].get("beta", config.beta), "g")
         print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>9}" for cell in cells))
     for name in ("kept", "reset") if config.rounds > 1 and "one-shot" in runs else ():
-        pairs = [
-            (runs[name][seed][1]["accuracy"], one_shot["accuracy"])
-            for seed, (_, one_shot) in runs["one-shot"].items()
-            if seed in runs.get(name, {})
-        ]
+        both = set(runs["one-shot"]) & set(runs.get(name, {}))
+        pairs = [[runs[which][seed][1]["accuracy"] for which in (name, "one-shot")] for seed in both]
         differ, wins = sum(a != b for a, b in pairs), sum(a > b for a, b in pairs)
         print(
             f"{config.rounds} rounds, reference {name}: better than one-shot with {wins} of {differ} seeds; by chance that often "

@@ -307,8 +307,16 @@ def z0_by_hand(policy, reference, rows, mine, seed=0):
     other = dpo.mismatch(data, 8, seed)
     for r in data.elements[list(mine)].flatten().tolist():
         ids, real = other.ids[r], other.attention_mask[r] > 0
-        prompt, response = ids[: other.prompt_len][real[: other.prompt_len]], ids[other.prompt_len :][real[other.prompt_len :]]
-        gains.append((ids_logp(policy, prompt.tolist(), response.tolist()) - ids_logp(reference, prompt.tolist(), response.tolist())).item())
+        prompt, response = (
+            ids[: other.prompt_len][real[: other.prompt_len]],
+            ids[other.prompt_len :][real[other.prompt_len :]],
+        )
+        gains.append(
+            (
+                ids_logp(policy, prompt.tolist(), response.tolist())
+                - ids_logp(reference, prompt.tolist(), response.tolist())
+            ).item()
+        )
     return max(0.0, sum(gains) / len(gains))
 
 
@@ -384,7 +392,9 @@ def test_responses_to_other_prompts():
             assert sources
             taken.add(tuple(response))
     assert len(taken) > 8  # not always the same one
-    assert torch.equal(dpo.mismatch(data, 8, 0).ids, other.ids) and not torch.equal(dpo.mismatch(data, 8, 1).ids, other.ids)
+    assert torch.equal(dpo.mismatch(data, 8, 0).ids, other.ids) and not torch.equal(
+        dpo.mismatch(data, 8, 1).ids, other.ids
+    )
 
 
 def test_single_responses_are_pairs_without_a_partner(float64):
@@ -832,7 +842,9 @@ def test_a_run_that_fails_is_a_gap_in_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dpo, "preference_loss", failing)
     world(tmp_path, monkeypatch, 0, compare=True, pairs=30, batch=15, evaluate=12)
     printed = capsys.readouterr().out
-    assert "hinge: failed: step 1: loss is nan" in printed and not any(line.startswith("hinge ") for line in printed.splitlines())
+    assert "hinge: failed: step 1: loss is nan" in printed and not any(
+        line.startswith("hinge ") for line in printed.splitlines()
+    )
     assert any(line.startswith("orpo ") for line in printed.splitlines())
 
 

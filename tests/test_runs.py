@@ -435,7 +435,10 @@ def test_what_dpo_says_of_a_file(chain, tmp_path, capsys):
     )
     bad = [json.dumps(dict(prompt=f"{i}", response="b", label=False)) for i in range(30)]
     (tmp_path / "bad.jsonl").write_text("\n".join(bad))
-    stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "bad.jsonl"), loss="kto", **options), "all labels are False")
+    stops(
+        lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "bad.jsonl"), loss="kto", **options),
+        "all labels are False",
+    )
     two = [json.dumps(dict(prompt=f"{i % 2}", chosen="b", rejected="c")) for i in range(30)]
     (tmp_path / "two.jsonl").write_text("\n".join(two))
     stops(lambda: main(dpo, tmp_path / "x", data=str(tmp_path / "two.jsonl"), loss="kto", **options), "several prompts")
