@@ -17,7 +17,7 @@ A pair counts the more, the more the implicit rewards have it wrong. `preference
     python dpo.py                       and before it out/base.pt and out/sft.pt if they are missing
     python dpo.py --rounds 4            the same number of labels in four rounds, each on what the policy says by then
     python dpo.py --judge self          AI feedback: the SFT model itself says which of its answers is better
-    python dpo.py --compare             all losses on the same pairs: a table
+    python dpo.py --compare             all losses, and mere imitation of the chosen ones, on the same pairs: a table
     python dpo.py --rounds 4 --compare  one-shot and iterated with the same number of labels: a table
     python dpo.py --toy                 two completions: what beta does, and how probability mass leaks
     python dpo.py --data pairs.jsonl    your own: {"prompt": ..., "chosen": ..., "rejected": ...} a line
@@ -30,12 +30,13 @@ happy when both fall and the rejected one falls faster, and the probability goes
 et al. 2024, arXiv:2410.08847). `chosen` and `rejected` are the log-probabilities of held-out pairs and `vs ref` is how far
 they have moved; when both have fallen, a line says so, and to which tokens the mass went. `train` and `judge` are how often
 the implicit rewards side with the judge, on the step's pairs and on held-out ones. `kl` is KL(policy || SFT model) of
-fresh samples, exact at each of their positions. The held-out pairs are answers of the SFT model to the end.
+fresh samples, exact at each of their positions. All but `train` is against the SFT model, also after --reset-reference,
+and the held-out pairs are answers of the SFT model to the end.
 
 Iterated (--rounds): new pairs of what the policy says by then, labelled by the judge, and on, with one learning-rate
-schedule over all rounds. The reference stays the SFT model, so that the leash does not grow; --reset-reference makes it
-the policy that the round starts with, so that each round may go as far again. With a long leash, as with the default beta,
-there is no difference; with --beta 1 there is: README.md.
+schedule over all rounds. The reference stays the SFT model, so that all rounds together stay near it; --reset-reference
+makes it the policy that the round starts with, so that each round may go as far again. (A small beta is a long leash: at the
+default there is no difference, with --beta 1 there is. README.md, "Fresh samples help".)
 
 Sources: Rafailov et al. 2023 (DPO, arXiv:2305.18290), eq. 4, 5 and 7; of the other losses, at each. Iterated: Xu et al. 2023
 (arXiv:2312.16682). AI feedback: Lee et al. 2023 (RLAIF, arXiv:2309.00267). Deliberately left out: LoRA, packing, pairs of
@@ -95,7 +96,7 @@ class Config:
     reset_reference: bool = False  # the reference of each round is the policy that it starts with, not the SFT model
     loss: Literal[tuple(BETA)] = "dpo"  # see preference_loss
     beta: float | None = None  # strength of the leash to the reference; each loss has its own default
-    label_smoothing: float = 0.1  # cdpo, robust: how likely it is that a label is wrong (to cdpo, a row with a probability says it itself); 0: never
+    label_smoothing: float = 0.1  # cdpo, robust: how likely it is that a label is wrong (to cdpo, a row with a probability says it itself; of the noisy judge's a quarter are); 0: never
     gamma: float = 1.375  # simpo: by how much the chosen one has to lead; 0: not at all
     nll_weight: float = 1.0  # rpo: weight of -log pi(chosen)
     desirable_weight: float = 1.0  # kto: weight of chosen responses
@@ -271,13 +272,13 @@ class Preferences:
     """Comparisons as tensors: M elements, each a pair of responses, or with single labelled responses one."""
 
     rollout: Rollout  # R responses, with their prompts
-    elements: torch.Tensor  # [M, 2] numbers of responses, chosen and rejected; or [M, 1]
+    elements: torch.Tensor  # [M, 2] numbers of the chosen and the rejected response: [[0, 1], [2, 3] ...]; or [M, 1]
     chosen: torch.Tensor  # [R] bool: whether a response is a chosen (desirable) one
     lengths: torch.Tensor  # [R] tokens of each response, EOS included
     smoothing: (
         torch.Tensor
     )  # [M] how likely the label is wrong: --label-smoothing, or 1 - probability if the row has it
-    gold: torch.Tensor  # [M] by how much the chosen one is the better by the gold score, NaN where it is not known
+    gold_gap: torch.Tensor  # [M] by how much the chosen one is the better by the gold score, NaN where it is not known
     ref_logp: torch.Tensor | None = None  # [R] of the responses under the reference: computed once
     mismatched: Rollout | None = None  # for kto: each prompt with a response to another prompt
     mismatched_ref_logp: torch.Tensor | None = None  # [R]
@@ -358,12 +359,12 @@ def ask_reference(reference, data, config):
         data.mismatched_ref_logp = sequence_logprobs(reference, data.mismatched, config.micro_batch)
 
 
-def update(policy, optimizer, data, step, name, config):
-    """One optimizer step on the next config.batch elements, in an order that `name` seeds -> (means over the step: loss,
+def update(policy, optimizer, data, step_in_round, seed_name, config):
+    """One optimizer step on the next config.batch elements, in an order that `seed_name` decides -> (means over the step: loss,
     margin of the implicit rewards, train_accuracy (a tie is wrong), grad_norm; tokens that passed)."""
     M = len(data.elements)
-    epoch, i = divmod(step, -(-M // config.batch))
-    order = torch.randperm(M, generator=common.generator("cpu", *name, epoch)).to(data.elements.device)
+    epoch, i = divmod(step_in_round, -(-M // config.batch))
+    order = torch.randperm(M, generator=common.generator("cpu", *seed_name, epoch)).to(data.elements.device)
     elements = order[i * config.batch : (i + 1) * config.batch]  # [b]
     rows = data.elements[elements]  # [b, 2] or [b, 1]
     n_losses = rows.numel() if config.loss == "kto" else len(rows)
@@ -408,7 +409,7 @@ def update(policy, optimizer, data, step, name, config):
 
 @torch.no_grad()
 def measure_pairs(policy, data, config):
-    """What happens to the held-out pairs: the mean log-probabilities of their chosen and rejected responses, absolute and
+    """What happens to the held-out pairs, always against the SFT model: the mean log-probabilities of their chosen and rejected responses, absolute and
     against the reference (data.ref_logp); the margin of the implicit rewards of the loss, and how often they side with the
     judge, and with the gold score where it is known and differs."""
     logp, w = sequence_logprobs(policy, data.rollout, config.micro_batch), data.chosen  # [R]
@@ -421,11 +422,11 @@ def measure_pairs(policy, data, config):
             logp[chosen], logp[rejected], data.ref_logp[chosen], data.ref_logp[rejected], config.beta, config.loss,
             chosen_lengths=data.lengths[chosen], rejected_lengths=data.lengths[rejected],
         )  # fmt: skip
-        difference, known = chosen_reward - rejected_reward, data.gold.abs() > 0  # [M]; NaN > 0 is False
+        difference, known = chosen_reward - rejected_reward, data.gold_gap.abs() > 0  # [M]; NaN > 0 is False
         found["held_out_margin"] = difference.mean().item()
         if difference.any():  # not while the policy is the reference
             found["preference_accuracy"] = (difference > 0).float().mean().item()
-            found["gold_accuracy"] = (difference * data.gold > 0)[known].float().mean().item()
+            found["gold_accuracy"] = (difference * data.gold_gap > 0)[known].float().mean().item()
     return found
 
 
@@ -476,7 +477,7 @@ def compare(config):
     steps, with as many seeds as asked for, in folders of their own; and prints a table."""
     if config.rounds == 1:
         variants = {loss: dict(loss=loss, beta=beta) for loss, beta in BETA.items()}
-        variants["sft"] = dict(loss="rpo", beta=1e-6)  # what is left of rpo is to imitate the chosen ones
+        variants["chosen only"] = dict(loss="rpo", beta=1e-6)  # what is left of rpo is to imitate them
     else:
         variants = {
             "one-shot": dict(rounds=1),
@@ -555,26 +556,61 @@ def toy(log_probs, parameter, beta, steps=200, lr=0.5):
 
 
 def print_toys():
-    print("Two completions, one log-probability each, 200 steps of gradient descent at lr 0.5 on the DPO loss:\n")
+    print(
+        "Two completions, one log-probability each, 200 steps of gradient descent at lr 0.5 on the DPO loss. (It would go on: the"
+    )
+    print("loss is 0 only at an infinite difference.)\n")
     print(f"{'beta':>6}{'log pi - log ref':>20}{'implicit reward':>18}{'P(win)':>9}")
     for beta in (0.1, 1.0):
         up, down = (toy(lambda logp: logp, [-5.0, -5.0], beta) + 5).tolist()
         moved, rewards = f"{up:+.4f}, {down:+.4f}", f"{beta * up:+.4f}, {beta * down:+.4f}"
         print(f"{beta:>6}{moved:>20}{rewards:>18}{1 / (1 + math.exp(beta * (down - up))):>9.4f}")
-    wrong, matched = 0.1 * up, math.log(0.69 / 0.31) / 2  # beta * up = logit(P) / 2
+    at_beta_1, matched = up, math.log(0.69 / 0.31) / 2  # beta * up = logit(P) / 2
+    wrong = 0.1 * at_beta_1
     print(f"""
-P(win) = sigmoid(beta * (difference of the two log-ratios)) is what the loss fits. Who trains with beta 1 and prints with
-beta 0.1 reads +-{wrong:.2f} and P(win) {1 / (1 + math.exp(-2 * wrong)):.2f}, and thinks that the policy has hardly moved; it has moved by {up:.2f}. To the
-same P(win), 0.69, it moves by {matched / 0.1:.4f} either way with beta 0.1 and by {matched:.4f} with beta 1: a tenth as far. Beta is the leash.
+The implicit reward is beta * (log pi - log ref), and P(win) the sigmoid of the difference of the two. If the 0.1 stays in the
+print line after training with beta 1, one reads +-{wrong:.2f} and P(win) {1 / (1 + math.exp(-2 * wrong)):.2f}, and believes that the policy has hardly
+moved; it has moved by {at_beta_1:.2f}. To one and the same P(win), 0.69, it moves by {matched / 0.1:.4f} either way with beta 0.1 and by {matched:.4f}
+with beta 1, exactly a tenth: the larger beta, the shorter the leash.
 
 The mass leak: three outcomes, one parameter theta (logits theta * 1, 0, 5), the first preferred to the second, beta 0.1:
 """)
     leak = toy(lambda theta: (theta * torch.tensor([1.0, 0.0, 5.0])).log_softmax(0), 0.0, 0.1).tolist()
     for name, value in zip(("chosen", "rejected", "never compared"), leak):
-        print(f"  {name:<16}log-probability {-math.log(3):.2f} -> {value:.2f}")
+        print(
+            f"  {name:<16}log-probability {-math.log(3):.2f} -> {value:6.2f}     probability 0.333 -> {math.exp(value):.1e}"
+        )
+    margin = 0.1 * (leak[0] - leak[1])
     print(f"""
-The margin has grown from 0 to {0.1 * (leak[0] - leak[1]):.3f} and the loss is content; yet chosen and rejected have both become all but
-impossible. Only theta could lift the first above the second, and it lifts the third five times as much.""")
+The margin has grown from 0 to {margin:.3f}, and the loss has fallen from {math.log(2):.3f} to {math.log(1 + math.exp(-margin)):.3f}; yet chosen and rejected have both become
+all but impossible. Only theta could lift the first above the second, and it lifts the third five times as much.""")
+
+
+def load(config):
+    """The rows of --data, split by prompt: (to train on, a tenth to test on), and what the user should know of them."""
+    rows = read_preferences(config.data, single=True)
+    single = "response" in rows[0]
+    if single and config.loss != "kto":
+        raise SystemExit(f"{config.data} has single responses, not pairs: only --loss kto learns from them")
+    unused = [key for key in ("probability", "margin") if any(key in row for row in rows)]
+    if unused and (config.loss != "cdpo" or "margin" in unused):
+        print(f"{config.data} has {' and '.join(unused)}: only --loss cdpo uses a probability, no loss a margin")
+    rng, prompts = random.Random(common.seed_of("split", config.seed)), sorted({row["prompt"] for row in rows})
+    others = set(rng.sample(prompts, max(1, len(prompts) // 10)))
+    held_out = [row for row in rows if row["prompt"] in others]
+    rows, held_out = [row for row in rows if row["prompt"] not in others], rng.sample(held_out, len(held_out))
+    if config.loss == "kto":
+        if len({row["prompt"] for row in rows}) < 2:
+            raise SystemExit(
+                f"{config.data}: kto needs training rows of several prompts, to see what responses to another one gain"
+            )
+        desirable = sum(row["label"] for row in rows) if single else len(rows)
+        undesirable = len(rows) - desirable if single else len(rows)
+        if not desirable or not undesirable:
+            raise SystemExit(f"{config.data}: all labels are {bool(desirable)}, there is nothing to tell apart")
+        balance = desirable * config.desirable_weight / (undesirable * config.undesirable_weight)
+        print(f"weight of desirable responses against undesirable ones: {balance:.2f} (KTO's authors advise 1 to 1.33)")
+    return rows, held_out[: config.evaluate]
 
 
 def main(config):
@@ -586,10 +622,7 @@ def main(config):
     # 0. The policy, the frozen reference, and whoever judges
     tokenizer = get_tokenizer(config.tokenizer)
     # the file first, as a mistake in it should cost no time
-    rows = read_preferences(config.data, single=True) if config.data else []
-    single = bool(rows) and "response" in rows[0]
-    if single and config.loss != "kto":
-        raise SystemExit(f"{config.data} has single responses, not pairs: only --loss kto learns from them")
+    rows, held_out_rows = load(config) if config.data else ([], [])
     init = config.init or os.path.join(config.out, "sft.pt")
     if not config.init and not config.resume:
         common.make_if_missing("sft", init, config)
@@ -614,19 +647,9 @@ def main(config):
         inits.append(path)
     sampled = (config, tokenizer, reference, reward_model)  # what sample_pairs has to know
 
-    # 1. What is held out: stories, or else a tenth of the file's prompts
+    # 1. What is held out: stories, or else the prompts of the file's held-out rows
     problems = stories.held_out_problems(config.evaluate) if config.tokenizer == "stories" or not config.data else []
-    if config.data:
-        names = sorted({row["prompt"] for row in rows})
-        others = set(random.Random(common.seed_of("split", config.seed)).sample(names, max(1, len(names) // 10)))
-        held_out_rows = [row for row in rows if row["prompt"] in others]
-        random.Random(config.seed).shuffle(held_out_rows)
-        held_out_rows = held_out_rows[: config.evaluate]
-        rows = [row for row in rows if row["prompt"] not in others]
-        unused = [key for key in ("probability", "margin") if any(key in row for row in rows)]
-        if unused and (config.loss != "cdpo" or "margin" in unused):
-            print(f"{config.data} has {' and '.join(unused)}: only --loss cdpo uses a probability, no loss a margin")
-    else:
+    if not config.data:
         # 500 stories: the longest prompt of them has to fit
         training = [stories.make_problem(random.Random(i)) for i in range(500)]
         require_room(policy, tokenizer, training, config.max_new_tokens)
@@ -646,18 +669,6 @@ def main(config):
             f"{len(held_out_rows)} to test on, {len(prompts)} prompts with room for --max-new-tokens "
             f"{config.max_new_tokens} in the context of {policy.config.context}"
         )
-
-    if config.loss == "kto":
-        if config.data and len({row["prompt"] for row in rows}) == 1:
-            raise SystemExit(
-                f"{config.data}: kto needs training rows of several prompts, to see what responses to another one gain"
-            )
-        desirable = sum(row["label"] for row in rows) if single else 1
-        undesirable = len(rows) - desirable if single else 1
-        if not desirable or not undesirable:
-            raise SystemExit(f"{config.data}: all labels are {bool(desirable)}, there is nothing to tell apart")
-        balance = desirable * config.desirable_weight / (undesirable * config.undesirable_weight)
-        print(f"weight of desirable responses against undesirable ones: {balance:.2f} (KTO's authors advise 1 to 1.33)")
 
     # 2. The number of steps: the same for each round
     share = (len(rows) if config.data else config.pairs) // config.rounds  # labels per round
@@ -689,7 +700,7 @@ def main(config):
         why = ", ".join(f"{n} {reason}" for reason, n in lost.items() if n) or "none"
         short = "" if len(new) == share else f" ({share} were asked for: it nearly always says the same)"
         print(
-            f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if single else 'pairs'}{short}; dropped: {why}"
+            f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if new and 'label' in new[0] else 'pairs'}{short}; dropped: {why}"
         )
         if not new:
             save(step, [], None)
@@ -731,8 +742,9 @@ def main(config):
         most = [i for i in gain.topk(min(5, len(gain))).indices.tolist() if gain[i] > 0]
         top = ", ".join(f"{name_of(i)} {gain[i]:+.3f}" for i in most)
         return (
-            f"mass leak at step {step}: of held-out pairs, chosen responses are {-found['chosen_logratio']:.2f} nats less likely than "
-            f"under the reference, rejected ones {-found['rejected_logratio']:.2f}. Where they are, these tokens gained most: {top}"
+            f"mass leak at step {step}: chosen responses of held-out pairs are {-found['chosen_logratio']:.2f} nats less likely than "
+            f"under {init}, rejected ones {-found['rejected_logratio']:.2f}. Tokens whose probability rose most, on average over the positions "
+            f"of these responses: {top}"
         )
 
     if not config.resume:
@@ -780,8 +792,8 @@ def main(config):
     run.plot("accuracy", "kl", ("step", "chosen_logratio", "rejected_logratio"), "length")
     lines = [line for line in run.metrics() if "kl" in line]
     first, last = lines[0], lines[-1]
-    gold = held_out.gold[held_out.gold.abs() > 0]
-    ceiling = f"the judge itself: {(gold > 0).float().mean().item():.3f}"
+    gold = held_out.gold_gap[held_out.gold_gap.abs() > 0]
+    judge_itself = f"of pairs whose gold scores differ; the judge itself in {(gold > 0).float().mean().item():.3f}"
     table = [
         ("accuracy (pass@1)", "accuracy", ".3f", "a single sample at temperature 1"),
         ("gold score", "gold", ".3f", "what answers are worth, at most 3.5"),
@@ -792,7 +804,7 @@ def main(config):
         ("rejected log-prob", "rejected_logp", ".2f", "both may fall: the loss sees only their difference"),
         ("margin", "held_out_margin", ".3f", "chosen minus rejected, of implicit rewards, on held-out pairs"),
         ("sides with judge", "preference_accuracy", ".3f", "the implicit rewards, on held-out pairs"),
-        ("sides with gold", "gold_accuracy", ".3f", ceiling),
+        ("sides with gold", "gold_accuracy", ".3f", judge_itself),
     ]
     print(
         f"\nDPO ({config.loss}, beta {config.beta:g}): {config.steps} steps on {labels} labels in {last['seconds']:.0f} seconds; "

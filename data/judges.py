@@ -56,7 +56,7 @@ def ask_both_orders(model, tokenizer, problems, groups):
 
 
 def swap_average(first_ab, first_ba):
-    """What a judge thinks that was asked in both orders (Lee et al. 2023, section 2.1.1). first_ab, first_ba [B]: the
+    """What a judge who is asked in both orders thinks (Lee et al. 2023, section 2.1.1). first_ab, first_ba [B]: the
     probability it gave to the one shown first, which was A, then B -> (probability that A is better [B], whether both orders
     agree [B], position bias: how much it is for the first one on average, 0 if not at all)."""
     probability = (first_ab + 1 - first_ba) / 2

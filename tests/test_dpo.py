@@ -823,7 +823,7 @@ def test_the_table_of_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dpo, "FINAL_SAMPLES", 1)
     world(tmp_path, monkeypatch, 0, compare=True, seeds=2, pairs=30, batch=15, evaluate=12)
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert table[0].startswith("judge: gold") and [line.split()[0] for line in table[3:]] == [*LOSSES, "sft"]
+    assert table[0].startswith("judge: gold") and [line.split()[0] for line in table[3:]] == [*LOSSES, "chosen"]
     for seed in (0, 1):
         files = {(tmp_path / f"compare/{loss}-{seed}/dpo/preferences.jsonl").read_text() for loss in LOSSES}
         assert len(files) == 1
