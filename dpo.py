@@ -532,7 +532,7 @@ def compare(config):
         for _, key, form in columns:
             cells.append(format(sum(last.get(key, math.nan) for last in lasts.values()) / max(1, len(lasts)), form))
         beta = "" if name == "before" else format(variants[name].get("beta", config.beta), "g")
-        print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>9}" for cell in cells))
+        print(f"{name:<12}{beta:>6}" + "".join(f"{cell:>9}".replace("nan", "   ") for cell in cells))
     for name in ("kept", "reset") if config.rounds > 1 and "one-shot" in runs else ():
         both = set(runs["one-shot"]) & set(runs.get(name, {}))
         pairs = [[runs[which][seed][1]["accuracy"] for which in (name, "one-shot")] for seed in both]
