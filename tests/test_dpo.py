@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_grpo import DIGITS, DigitWorld, babbler, shifted_by_one
+from test_grpo import DIGITS, DigitWorld, babbler
 
 import common
 import dpo
@@ -732,16 +732,17 @@ def world(tmp_path, monkeypatch, seed, model=None, **options):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("mutant", ["none", "chosen and rejected swapped", "log-probs shifted by one"])
+@pytest.mark.parametrize("mutant", ["none", "chosen and rejected swapped", "labels drawn by lot"])
 def test_learning(tmp_path, monkeypatch, mutant, seed):
-    """The real loop raises the held-out accuracy from chance in six rounds; with a classic mistake in it, it does not."""
-    if mutant == "chosen and rejected swapped":
-        plain = preferences.best_worst_pairs
-        monkeypatch.setattr(
-            preferences, "best_worst_pairs", lambda scores: [pair and pair[::-1] for pair in plain(scores)]
-        )
-    if mutant == "log-probs shifted by one":
-        monkeypatch.setattr(GPT, "response_states", shifted_by_one(GPT.response_states))
+    """The real loop raises the held-out accuracy from chance in six rounds; with the wrong sign, or labels that say
+    nothing, it does not."""
+    plain, rng = preferences.best_worst_pairs, random.Random(seed)
+    swap = {"none": 0.0, "chosen and rejected swapped": 1.0, "labels drawn by lot": 0.5}[mutant]
+    monkeypatch.setattr(
+        preferences,
+        "best_worst_pairs",
+        lambda scores: [pair[::-1] if pair and rng.random() < swap else pair for pair in plain(scores)],
+    )
     try:
         world(
             tmp_path, monkeypatch, seed, babbler(seed), rounds=6, pairs=6000, batch=50, lr=2e-3, beta=0.1, eval_every=20
