@@ -409,9 +409,9 @@ def update(policy, optimizer, data, step_in_round, seed_name, config):
 
 @torch.no_grad()
 def measure_pairs(policy, data, config):
-    """What happens to the held-out pairs, always against the SFT model: the mean log-probabilities of their chosen and rejected responses, absolute and
-    against the reference (data.ref_logp); the margin of the implicit rewards of the loss, and how often they side with the
-    judge, and with the gold score where it is known and differs."""
+    """What happens to the held-out pairs: the mean log-probabilities of their chosen and rejected responses, absolute and
+    against the SFT model (data.ref_logp, also after --reset-reference); the margin of the implicit rewards of the loss, and
+    how often they side with the judge, and with the gold score where it is known and differs."""
     logp, w = sequence_logprobs(policy, data.rollout, config.micro_batch), data.chosen  # [R]
     ratio = logp - data.ref_logp
     found = dict(chosen_logp=logp[w], chosen_logratio=ratio[w], rejected_logp=logp[~w], rejected_logratio=ratio[~w])
@@ -446,11 +446,11 @@ def measure_samples(policy, reference, prompts, problems, tokenizer, samples, co
             hidden, tokens = policy.response_states(rollout, rows)  # [N, C], [N]
             logits = policy.lm_head.all_logits(hidden)  # [N, W]
             ref_logits = reference.lm_head.all_logits(reference.response_states(rollout, rows)[0])
-            kl = token_kl(logits, ref_logits, vocab_size=policy.config.vocab_size)  # [N]
+            V = policy.config.vocab_size
+            kl = token_kl(logits, ref_logits, vocab_size=V)  # [N]
+            _, entropy = token_logprobs_and_entropy(logits, tokens, vocab_size=V)  # [N]
             found["kl"] += to_slots(kl, rollout.mask[rows]).sum(1).tolist()
-            found["entropy"] += token_logprobs_and_entropy(logits, tokens, vocab_size=policy.config.vocab_size)[
-                1
-            ].tolist()
+            found["entropy"] += entropy.tolist()
         found["length"] += rollout.mask.sum(1).tolist()
         texts += rollout.texts(tokenizer)
     if problems:
@@ -699,9 +699,8 @@ def main(config):
             lost["too long"] = more["too long"]
         why = ", ".join(f"{n} {reason}" for reason, n in lost.items() if n) or "none"
         short = "" if len(new) == share else f" ({share} were asked for: it nearly always says the same)"
-        print(
-            f"round {r + 1} of {config.rounds}: {len(new)} {'responses' if new and 'label' in new[0] else 'pairs'}{short}; dropped: {why}"
-        )
+        kind = "responses" if new and "label" in new[0] else "pairs"
+        print(f"round {r + 1} of {config.rounds}: {len(new)} {kind}{short}; dropped: {why}")
         if not new:
             save(step, [], None)
             raise SystemExit(f"the policy says always the same: nothing to learn from; {run.path} holds step {step}")
@@ -742,9 +741,9 @@ def main(config):
         most = [i for i in gain.topk(min(5, len(gain))).indices.tolist() if gain[i] > 0]
         top = ", ".join(f"{name_of(i)} {gain[i]:+.3f}" for i in most)
         return (
-            f"mass leak at step {step}: chosen responses of held-out pairs are {-found['chosen_logratio']:.2f} nats less likely than "
-            f"under {init}, rejected ones {-found['rejected_logratio']:.2f}. Tokens whose probability rose most, on average over the positions "
-            f"of these responses: {top}"
+            f"mass leak at step {step}: chosen responses of held-out pairs are {-found['chosen_logratio']:.2f} nats less "
+            f"likely than under {init}, rejected ones {-found['rejected_logratio']:.2f}. Tokens whose probability rose "
+            f"most, on average over the positions of these responses: {top}"
         )
 
     if not config.resume:
