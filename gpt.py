@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import common
 from data import get_tokenizer, stories
@@ -42,50 +43,118 @@ ASK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
 
 @dataclass
 class GPTConfig:
+    """The defaults are GPT-2's architecture at a small size. Llama, Qwen2.5 and Qwen3 differ in what is below the line."""
+
     vocab_size: int = 512
     context: int = 48  # the longest sequence, prompt and response together
     n_layer: int = 3
-    n_head: int = 4
-    n_embd: int = 128
+    n_head: int = 4  # H, of queries
+    n_embd: int = 128  # C
+    # ---
+    n_kv_head: int = 0  # K, heads of keys and values, each for H / K heads of queries (GQA); 0: H
+    head_dim: int = 0  # D; 0: C / H
+    n_inner: int = 0  # width inside the MLP; 0: 4 C
+    mlp: str = "gelu"  # or swiglu
+    norm: str = "layer"  # or rms
+    norm_eps: float = 1e-5
+    rope_theta: float = 0.0  # base of rotary positions; 0: learned positions
+    rope_scaling: tuple | None = None  # Llama 3's: factor, low_freq_factor, high_freq_factor, original context
+    bias: bool = True  # in the linear layers, but for
+    qkv_bias: bool = True  # that of queries, keys and values
+    qk_norm: bool = False  # an RMSNorm on each head of the queries and of the keys (Qwen3)
+    tied: bool = True  # the output head is the embedding
+
+    def __post_init__(self):
+        self.n_kv_head, self.n_inner = self.n_kv_head or self.n_head, self.n_inner or 4 * self.n_embd
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+
+
+def make_norm(config, width):
+    return (nn.RMSNorm if config.norm == "rms" else nn.LayerNorm)(width, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # queries, keys and values in one matmul
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.heads = config.n_head, config.n_kv_head, config.head_dim  # H, K, D
+        H, K, D = self.heads
+        self.c_attn = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.qkv_bias)  # q, k and v in one matmul
+        self.c_proj = nn.Linear(H * D, config.n_embd, bias=config.bias)
+        self.ln_q, self.ln_k = (make_norm(config, D) if config.qk_norm else None for _ in range(2))
 
-    def forward(self, x, mask=None, cache=None, layer=None):
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # [3, B, H, T, D]
-        q, k, v = qkv  # [B, H, T, D] each
+    def forward(self, x, mask=None, cache=None, layer=None, rope=None):
+        (B, T, _), (H, K, D) = x.shape, self.heads
+        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).transpose(1, 2)
+        q, kv = qkv[:, :H], qkv[:, H:].unflatten(1, (2, K)).transpose(0, 1)  # [B, H, T, D], [2, B, K, T, D]
+        if self.ln_q is not None:
+            q, kv = self.ln_q(q), torch.stack([self.ln_k(kv[0]), kv[1]])
+        if rope is not None:
+            q, kv = rotate(q, *rope), torch.stack([rotate(kv[0], *rope), kv[1]])
         if cache is not None:
-            k, v = cache.extend(layer, qkv[1:])  # [B, H, S, D] each
+            kv = cache.extend(layer, kv)
+        k, v = kv  # [B, K, S, D] each
+        if K < H and T == 1:  # decoding: the heads of a group become queries to the same keys, which are not copied
+            q = q.reshape(B, K, H // K, D)
+        elif K < H:
+            k, v = (y.repeat_interleave(H // K, dim=1) for y in (k, v))  # [B, H, S, D] each
         # without a mask: causal, and a single new token may look at everything
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)  # [B, H, T, D]
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.c_proj(y.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, H * D))
 
 
 class MLP(nn.Module):
+    """c_proj(gelu(c_fc(x))), or with "swiglu" (Shazeer 2020, arXiv:2002.05202) c_proj(silu(gate) * up), where gate and up
+    are the halves of c_fc(x)."""
+
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.gated = config.mlp == "swiglu"
+        self.c_fc = nn.Linear(config.n_embd, (1 + self.gated) * config.n_inner, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
 
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        x = self.c_fc(x)
+        if not self.gated:
+            return self.c_proj(F.gelu(x, approximate="tanh"))
+        gate, up = x.chunk(2, dim=-1)
+        return self.c_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), Attention(config)
-        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
+        self.ln_1, self.attn = make_norm(config, config.n_embd), Attention(config)
+        self.ln_2, self.mlp = make_norm(config, config.n_embd), MLP(config)
 
-    def forward(self, x, mask=None, cache=None, layer=None):
-        x = x + self.attn(self.ln_1(x), mask, cache, layer)
+    def forward(self, x, mask=None, cache=None, layer=None, rope=None):
+        x = x + self.attn(self.ln_1(x), mask, cache, layer, rope)
         return x + self.mlp(self.ln_2(x))
+
+
+def rope_frequencies(config):
+    """By how much each pair of channels turns per position, theta^(-2i/D) -> [D / 2], float32 (Su et al. 2021,
+    arXiv:2104.09864, section 3.2.2). Llama 3's scaling: pairs with a wavelength beyond original context /
+    low_freq_factor turn `factor` times slower, those below original context / high_freq_factor as before, and between
+    the two it is interpolated (`apply_scaling` in Meta's llama-models)."""
+    D = config.head_dim
+    frequencies = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
+    if config.rope_scaling:
+        factor, low, high, original = config.rope_scaling
+        turns = original * frequencies / (2 * math.pi)  # in the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it was
+        frequencies = frequencies * (keep + (1 - keep) / factor)
+    return frequencies
+
+
+def rotate(x, cos, sin):
+    """Turns the pairs (x_i, x_{i + D/2}) of x [B, H, T, D] by the angles whose cos and sin [B or nothing, 1, T, D / 2] are
+    given, in float32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def padded(vocab_size):
@@ -109,10 +178,11 @@ class Head(nn.Linear):
 
 
 def _without_padding(model, state, prefix, metadata):
-    """A hook of state_dict(): checkpoints hold the true rows only, once for both names of the tied weight. They are a
+    """A hook of state_dict(): checkpoints hold the true rows only, once for both names of a tied weight. They are a
     copy: to change the weights, use the model's parameters."""
-    true_rows = model.wte.weight.detach()[: model.config.vocab_size].clone()
-    state[prefix + "wte.weight"] = state[prefix + "lm_head.weight"] = true_rows
+    wte, head = (layer.weight.detach()[: model.config.vocab_size] for layer in (model.wte, model.lm_head))
+    state[prefix + "wte.weight"] = wte.clone()
+    state[prefix + "lm_head.weight"] = state[prefix + "wte.weight"] if model.config.tied else head.clone()
 
 
 def _with_padding(model, state, prefix, *unused):
@@ -123,17 +193,16 @@ def _with_padding(model, state, prefix, *unused):
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once: kv is [L, 2, B, H, S, D], and `length` of its S columns are
+    """Keys and values of every layer, allocated once: kv is [L, 2, B, K, S, D], and `length` of its S columns are
     filled."""
 
     def __init__(self, config, rows, columns, like):
-        head = config.n_embd // config.n_head
         # of the weights' dtype and device
-        self.kv = like.new_empty(config.n_layer, 2, rows, config.n_head, columns, head)
+        self.kv = like.new_empty(config.n_layer, 2, rows, config.n_kv_head, columns, config.head_dim)
         self.length = 0
 
     def extend(self, layer, kv):
-        """Appends the keys and values [2, B, H, T, D] of one layer and returns all it has, [2, B, H, length + T, D].
+        """Appends the keys and values [2, B, K, T, D] of one layer and returns all it has, [2, B, K, length + T, D].
         B may be fewer rows than the cache has: its first ones."""
         _, B, _, T, _ = kv.shape
         mine = self.kv[layer, :, :B, :, : self.length + T]
@@ -147,16 +216,19 @@ class KVCache:
 
 class PromptCache:
     """Stands in for a KVCache in training, where the responses of a group share their prompt. First the U different
-    prompts pass through the model, and their keys and values are kept, with gradient. Then `prompt_of_row` [b] is set,
-    the responses pass through, and each attends to its own prompt's; nothing of theirs is kept."""
+    prompts pass through the model, and their keys and values are kept, with gradient. Then, with `of_rows(prompt_of_row
+    [b])` in its place, the responses pass through, and each attends to its own prompt's; nothing of theirs is kept."""
 
-    def __init__(self):
-        self.layers, self.prompt_of_row, self.length = [], None, 0
+    def __init__(self, layers=None, prompt_of_row=None, length=0):
+        self.layers, self.prompt_of_row, self.length = layers or {}, prompt_of_row, length
+
+    def of_rows(self, prompt_of_row):
+        return PromptCache(self.layers, prompt_of_row, self.length)
 
     def extend(self, layer, kv):
-        """kv [2, U, H, P, D] of prompts -> the same. kv [2, b, H, T, D] of responses -> [2, b, H, P + T, D]."""
+        """kv [2, U, K, P, D] of prompts -> the same. kv [2, b, K, T, D] of responses -> [2, b, K, P + T, D]."""
         if self.prompt_of_row is None:
-            self.layers.append(kv)
+            self.layers.setdefault(layer, kv)  # a block that is computed again for its backward pass changes nothing
             return kv
         return torch.cat([self.layers[layer][:, self.prompt_of_row], kv], dim=3)
 
@@ -223,22 +295,25 @@ def to_slots(values, mask):
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")
         self.config = config
         self.wte = nn.Embedding(padded(config.vocab_size), config.n_embd)
-        self.wpe = nn.Embedding(config.context, config.n_embd)
+        self.wpe = None if config.rope_theta else nn.Embedding(config.context, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.ln_f = make_norm(config, config.n_embd)
         self.lm_head = Head(config)
-        self.lm_head.weight = self.wte.weight  # tied
+        if config.tied:
+            self.lm_head.weight = self.wte.weight
+        # not a buffer: `to(torch.bfloat16)` would round it
+        self.frequencies = rope_frequencies(config) if config.rope_theta else None
+        self.recompute = False  # activation checkpointing: see `hidden`
         std = config.n_embd**-0.5  # GPT-2's 0.02 suits its width of 768; at 128 it makes a long plateau of pretraining
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif "ln_" not in name:  # what is added to the residual stream 2L times starts smaller (GPT-2, section 2.3)
                 nn.init.normal_(p, std=std / math.sqrt(2 * config.n_layer) if "c_proj" in name else std)
-        nn.init.zeros_(self.wte.weight.data[config.vocab_size :])  # the padding, which never gets a gradient either
+        for layer in (self.wte, self.lm_head):  # the padding, which never gets a gradient either
+            nn.init.zeros_(layer.weight.data[config.vocab_size :])
         # Checkpoints hold the true rows only
         self.register_state_dict_post_hook(_without_padding)
         self.register_load_state_dict_pre_hook(_with_padding)
@@ -253,7 +328,9 @@ class GPT(nn.Module):
 
         attention_mask [B, S]: 1 for tokens, 0 for padding, over the S = cache.length + T columns seen so far; None:
         no padding. positions [B, T]: None means cumsum(attention_mask) - 1, so padding on the left does not count.
-        cache: a KVCache, extended in place.
+        cache: a KVCache, extended in place. With self.recompute, training keeps only what goes from block to block, and
+        computes each block a second time when its gradient is due: a third more time, much less memory (Chen et al. 2016,
+        arXiv:1604.06174).
         """
         B, T = ids.shape
         start = cache.length if cache is not None else 0
@@ -273,9 +350,18 @@ class GPT(nn.Module):
             causal = key <= query  # [T, S]
             # a padded query has nothing to look at and would be 0/0: let it see itself; nobody looks at it
             mask = causal if mask is None else (causal & mask) | (key == query)
-        x = self.wte(ids) + self.wpe(positions)  # [B, T, C]
+        x, rope = self.wte(ids), None  # [B, T, C]
+        if self.wpe is not None:
+            x = x + self.wpe(positions)
+        else:
+            self.frequencies = self.frequencies.to(x.device)
+            angles = positions[..., None, :, None] * self.frequencies  # [B or nothing, 1, T, D / 2]
+            rope = angles.cos(), angles.sin()
         for layer, block in enumerate(self.h):
-            x = block(x, mask, cache, layer)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, cache, layer, rope, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, mask, cache, layer, rope)
         if cache is not None:
             cache.length += T
         return self.ln_f(x)
@@ -308,10 +394,9 @@ class GPT(nn.Module):
         hidden = self.hidden(ids, attention_mask=attention if padded else None, cache=cache)  # [U, P, C]
         hidden = hidden[:, -1:][prompt_of_row]  # [b, 1, C]: the last prompt token predicts slot 0
         if T > 1:
-            cache.prompt_of_row = prompt_of_row
             columns = slice(P, P + T - 1)  # the last token predicts nothing
             seen = rollout.attention_mask[rows, first : P + T - 1] if padded else None
-            rest = self.hidden(rollout.ids[rows, columns], rollout.positions[rows, columns], seen, cache)
+            rest = self.hidden(rollout.ids[rows, columns], rollout.positions[rows, columns], seen, cache.of_rows(prompt_of_row))
             hidden = torch.cat([hidden, rest], 1)  # [b, T, C]
         chosen = mask[:, :T].bool()
         return hidden[chosen], rollout.ids[rows, P : P + T][chosen]
