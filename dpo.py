@@ -59,11 +59,13 @@ import torch
 import torch.nn.functional as F
 
 import common
-from data import accuracy_reward, get_tokenizer, stories
+import memory
+from data import accuracy_reward, encode_prompt, stories
 from data.evaluation import require_room
 from data.judges import ask_both_orders, gold_scores, report, swap_average
 from data.preferences import read_preferences, sample_best_worst, write_preferences
-from gpt import GPT, GPTConfig, Rollout, right_pad, to_slots
+from data.tasks import drop_long_prompts, get_task, show
+from gpt import GPTConfig, Rollout, load, right_pad, to_slots
 from kernels import token_kl, token_logprobs_and_entropy
 from reward_model import RewardModel, combine
 
@@ -73,6 +75,8 @@ BETA = {"dpo": 0.1, "cdpo": 0.1, "robust": 0.1, "dpo_norm": 0.1, "hinge": 0.1, "
         "kto": 0.1, "rpo": 0.1, "simpo": 2.5, "orpo": 0.1}  # fmt: skip
 WITHOUT_REFERENCE = ("simpo", "orpo")
 FINAL_SAMPLES = 8  # of each held-out prompt, before and after; one in between
+# Defaults for pretrained weights and real data, in the range of what others use; no GPU was at hand to tune them
+REAL = dict(pairs=2000, judge="gold", samples=4, max_new_tokens=300, micro_batch=8, sample_rows=256, lr=5e-7, evaluate=200)
 
 
 # fmt: off
@@ -83,8 +87,14 @@ class Config:
     out: str = "out"  # folder for dpo.pt and dpo/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint
-    init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
-    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    init: str = ""  # where to start, which is also the reference: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
+    chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the models; auto: on a GPU as stored, else float32
+    recompute: bool = False  # activation checkpointing: less memory, a third more time
+    task: Literal["stories", "gsm8k"] = "stories"  # where the problems come from
+    data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: they are downloaded once
+    estimate: bool = False  # only print how much memory this takes with known models
     data: str = ""  # a file of preferences (JSONL), a tenth of whose prompts is held out; for kto also of single labelled responses; empty: samples of the model, judged
     pairs: int = 4000  # labels to train on, over all rounds: a label is one comparison
     samples: int = 2  # responses per story, of which the judge's best and worst make a pair; of more than two it has to rank all
@@ -92,6 +102,7 @@ class Config:
     noise: float = 1.5  # of the noisy judge, in units of the gold score: at 1.5 it agrees with gold in three pairs of four
     reward_model: str = ""  # checkpoint of --judge reward_model; empty: <out>/reward_model.pt, made if it is missing
     max_new_tokens: int = 16  # longest sampled response
+    sample_rows: int = 1024  # responses sampled at once; changes memory, and which random numbers they get
     rounds: int = 1  # sample, judge, train; 1: one-shot, all pairs from the SFT model
     reset_reference: bool = False  # the reference of each round is the policy that it starts with, not the SFT model
     loss: Literal[tuple(BETA)] = "dpo"  # see preference_loss
@@ -235,7 +246,7 @@ def sign_test(wins, n):
     return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
 
 
-def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
+def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model, task=stories):
     """What the judge thinks of n responses (texts) to each of P problems -> scores [P, n], of which only the order in a row
     matters; and, of a language model, what it said in both orders: [P], [P]."""
     if config.judge == "self":
@@ -244,7 +255,7 @@ def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
         return torch.stack([probability, 1 - probability], 1), asked
     if config.judge == "reward_model":
         texts = [
-            [*tokenizer.encode_ordinary(p.prompt), *tokenizer.encode_ordinary(text), tokenizer.eot_token][: reward_model.config.context]
+            [*encode_prompt(tokenizer, p.prompt), *tokenizer.encode_ordinary(text), tokenizer.eot_token][: reward_model.config.context]
             for p, group in zip(problems, groups) for text in group
         ]  # fmt: skip
         scores = torch.zeros(len(texts))
@@ -252,18 +263,18 @@ def judge_scores(problems, groups, rng, config, tokenizer, model, reward_model):
             ids, mask = (x.to(config.device) for x in right_pad([texts[i] for i in rows]))  # [b, L]
             scores[rows] = combine(reward_model(ids, mask)).cpu()
         return scores.view(len(groups), -1), None
-    return gold_scores(problems, groups, rng, config.noise if config.judge == "noisy" else 0.0), None
+    return gold_scores(problems, groups, rng, config.noise if config.judge == "noisy" else 0.0, task), None
 
 
-def sample_pairs(policy, count, name, config, tokenizer, model, reward_model, held_out=False):
+def sample_pairs(policy, count, name, config, tokenizer, model, reward_model, task=stories, held_out=False):
     """`count` comparisons of what `policy` says, labelled by the judge (`model` is the language model that may be it) ->
     (rows, dropped), see data/preferences.py. `name` seeds the stories, the sampling and the judge."""
     judge = lambda problems, groups, rng: judge_scores(  # noqa: E731
-        problems, groups, rng, config, tokenizer, model, reward_model
+        problems, groups, rng, config, tokenizer, model, reward_model, task
     )
     return sample_best_worst(
         policy, tokenizer, count, config.samples, judge, common.seed_of(*name), config.max_new_tokens,
-        common.generator(config.device, *name), held_out,
+        common.generator(config.device, *name), held_out, task, config.sample_rows,
     )  # fmt: skip
 
 
@@ -289,7 +300,7 @@ def encode(row, tokenizer):
     response ends with EOS, unless it was cut off."""
     keys = ("chosen", "rejected") if "chosen" in row else ("response",)
     eos = [[] if key in row.get("cut_off", ()) else [tokenizer.eot_token] for key in keys]
-    return tokenizer.encode_ordinary(row["prompt"]), [tokenizer.encode_ordinary(row[k]) + e for k, e in zip(keys, eos)]
+    return encode_prompt(tokenizer, row["prompt"]), [tokenizer.encode_ordinary(row[k]) + e for k, e in zip(keys, eos)]
 
 
 def usable(rows, tokenizer, context):
@@ -380,7 +391,8 @@ def update(policy, optimizer, data, step_in_round, seed_name, config):
 
     stats = dict.fromkeys(("loss", "margin", "train_accuracy"), 0.0)
     longest = (data.rollout.attention_mask.sum(1)[rows]).amax(1)  # [b]
-    for part in longest.argsort(stable=True).split(max(1, config.micro_batch // rows.shape[1])):
+    size = common.share(max(1, config.micro_batch // rows.shape[1]), len(rows))
+    for part in common.mine(longest.argsort(stable=True).split(size)):
         flat = rows[part].flatten()  # chosen, rejected, chosen, rejected ...
         hidden, tokens = policy.response_states(data.rollout, flat)  # [N, C], [N]
         logp = to_slots(policy.token_logprobs(hidden, tokens), data.rollout.mask[flat]).sum(1)  # [2b]
@@ -397,9 +409,10 @@ def update(policy, optimizer, data, step_in_round, seed_name, config):
         if rows.shape[1] == 2:
             stats["margin"] += (chosen_reward - rejected_reward).sum().item() / len(rows)
             stats["train_accuracy"] += (chosen_reward > rejected_reward).sum().item() / len(rows)
+    stats = common.sum_over_ranks(stats)
     if rows.shape[1] == 1:
         del stats["margin"], stats["train_accuracy"]  # nothing was compared
-    stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
+    stats["grad_norm"] = common.finish_gradients(optimizer.parameters(), config.max_grad_norm)
     # if not, the weights stay as they are, and the caller stops
     if math.isfinite(stats["loss"]) and math.isfinite(stats["grad_norm"]):
         optimizer.step()
@@ -431,16 +444,16 @@ def measure_pairs(policy, data, config):
 
 
 @torch.no_grad()
-def measure_samples(policy, reference, prompts, problems, tokenizer, samples, config):
+def measure_samples(policy, reference, prompts, problems, tokenizer, samples, config, task=stories):
     """What the policy says to held-out prompts (token ids): its KL to the reference in nats per response, exact at each
     position, its entropy per token and the length of its responses; if `problems` are given, accuracy and gold score.
     -> (means, texts)"""
     generator = common.generator(config.device, "held out", config.seed)
     several = [prompt for prompt in prompts for _ in range(samples)]
     found, texts = {"kl": [], "entropy": [], "length": []}, []
-    for i in range(0, len(several), 1024):
+    for i in range(0, len(several), config.sample_rows):
         rollout = policy.generate(
-            several[i : i + 1024], config.max_new_tokens, eos=tokenizer.eot_token, generator=generator
+            several[i : i + config.sample_rows], config.max_new_tokens, eos=tokenizer.eot_token, generator=generator
         )
         for rows in torch.arange(len(rollout.ids), device=config.device).split(config.micro_batch):
             hidden, tokens = policy.response_states(rollout, rows)  # [N, C], [N]
@@ -456,7 +469,7 @@ def measure_samples(policy, reference, prompts, problems, tokenizer, samples, co
     if problems:
         several = [problem for problem in problems for _ in range(samples)]
         found["accuracy"] = [accuracy_reward(text, problem.answer) for problem, text in zip(several, texts)]
-        found["gold"] = [stories.gold_score(problem, text) for problem, text in zip(several, texts)]
+        found["gold"] = [task.gold_score(problem, text) for problem, text in zip(several, texts)]
     return {name: sum(values) / len(values) for name, values in found.items()}, texts
 
 
@@ -586,7 +599,7 @@ The margin has grown from 0 to {margin:.3f}, and the loss has fallen from {math.
 all but impossible. Only theta could lift the first above the second, and it lifts the third five times as much.""")
 
 
-def load(config):
+def read(config):
     """The rows of --data, split by prompt: (to train on, a tenth to test on), and what the user should know of them."""
     rows = read_preferences(config.data, single=True)
     single = "response" in rows[0]
@@ -595,12 +608,12 @@ def load(config):
     unused = [key for key in ("probability", "margin") if any(key in row for row in rows)]
     if unused and (config.loss != "cdpo" or "margin" in unused):
         print(f"{config.data} has {' and '.join(unused)}: only --loss cdpo uses a probability, no loss a margin")
-    rng, prompts = random.Random(common.seed_of("split", config.seed)), sorted({row["prompt"] for row in rows})
+    rng, prompts = random.Random(common.seed_of("split", config.seed)), sorted({show(row["prompt"]) for row in rows})
     others = set(rng.sample(prompts, max(1, len(prompts) // 10)))
-    held_out = [row for row in rows if row["prompt"] in others]
-    rows, held_out = [row for row in rows if row["prompt"] not in others], rng.sample(held_out, len(held_out))
+    held_out = [row for row in rows if show(row["prompt"]) in others]
+    rows, held_out = [row for row in rows if show(row["prompt"]) not in others], rng.sample(held_out, len(held_out))
     if config.loss == "kto":
-        if len({row["prompt"] for row in rows}) < 2:
+        if len({show(row["prompt"]) for row in rows}) < 2:
             raise SystemExit(
                 f"{config.data}: kto needs training rows of several prompts, to see what responses to another one gain"
             )
@@ -616,26 +629,24 @@ def load(config):
 def main(config):
     if config.toy:
         return print_toys()
+    if config.estimate:
+        return memory.print_estimate("dpo", config)
     if config.compare:
         return compare(config)
 
     # 0. The policy, the frozen reference, and whoever judges
-    tokenizer = get_tokenizer(config.tokenizer)
     # the file first, as a mistake in it should cost no time
-    rows, held_out_rows = load(config) if config.data else ([], [])
-    init = config.init or os.path.join(config.out, "sft.pt")
-    if not config.init and not config.resume:
-        common.make_if_missing("sft", init, config)
-    checkpoint = common.load_checkpoint(init, tokenizer)
-    policy = GPT(GPTConfig(**checkpoint["model_config"]))
-    policy.load_state_dict(checkpoint["model"])
-    policy.to(config.device)
+    rows, held_out_rows = read(config) if config.data else ([], [])
+    task = stories if config.data else get_task(config)
+    init, policy, tokenizer = load(config, "sft")
+    drop_long_prompts(task, tokenizer, policy.config.context - config.max_new_tokens)
     reference = copy.deepcopy(policy).requires_grad_(False)
     inits, reward_model = [init, *([config.data] if config.data else [])], None
     if config.judge == "reward_model" and not config.data:
         path = config.reward_model or os.path.join(config.out, "reward_model.pt")
         if not config.reward_model and not config.resume:
-            common.make_if_missing("reward_model", path, config, init=init, max_new_tokens=config.max_new_tokens)
+            flags = dict(init=init, max_new_tokens=config.max_new_tokens, task=config.task, data_dir=config.data_dir)
+            common.make_if_missing("reward_model", path, config, **flags)
         judge = common.load_checkpoint(path, tokenizer, reward_model=True)
         if judge["step"] < judge["steps"]:
             raise SystemExit(
@@ -643,24 +654,23 @@ def main(config):
             )
         reward_model = RewardModel(GPTConfig(**judge["model_config"]), judge["config"]["ensemble"])
         reward_model.load_state_dict(judge["model"])
+        reward_model.trunks.to(policy.wte.weight.dtype)
         reward_model.to(config.device).requires_grad_(False)
         inits.append(path)
-    sampled = (config, tokenizer, reference, reward_model)  # what sample_pairs has to know
+    sampled = (config, tokenizer, reference, reward_model, task)  # what sample_pairs has to know
 
     # 1. What is held out: stories, or else the prompts of the file's held-out rows
-    problems = stories.held_out_problems(config.evaluate) if config.tokenizer == "stories" or not config.data else []
+    problems = task.held_out_problems(config.evaluate) if config.tokenizer == "stories" or not config.data else []
     if not config.data:
-        # 500 stories: the longest prompt of them has to fit
-        training = [stories.make_problem(random.Random(i)) for i in range(500)]
-        require_room(policy, tokenizer, training, config.max_new_tokens)
+        require_room(policy, tokenizer, task.training_problems(), config.max_new_tokens)
         held_out_rows, _ = sample_pairs(reference, config.evaluate, ("held out", config.seed), *sampled, True)
     if problems:
         require_room(policy, tokenizer, problems, config.max_new_tokens)
-        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems]
+        prompts = [encode_prompt(tokenizer, problem.prompt) for problem in problems]
     else:
         room = policy.config.context - config.max_new_tokens
-        texts = dict.fromkeys(row["prompt"] for row in held_out_rows)
-        prompts = [prompt for prompt in map(tokenizer.encode_ordinary, texts) if 0 < len(prompt) <= room]
+        texts = {show(row["prompt"]): row["prompt"] for row in held_out_rows}.values()
+        prompts = [prompt for prompt in (encode_prompt(tokenizer, t) for t in texts) if 0 < len(prompt) <= room]
     rows, dropped = usable(rows, tokenizer, policy.config.context)
     held_out_rows, _ = usable(held_out_rows, tokenizer, policy.config.context)
     if (config.data and not rows) or not held_out_rows or not prompts:
@@ -676,7 +686,7 @@ def main(config):
     config.steps = per_round * config.rounds
     columns = "loss chosen_logp chosen_logratio rejected_logp rejected_logratio train_accuracy preference_accuracy"
     columns += " accuracy gold kl length" if problems else " kl length entropy"
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    optimizer = common.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0)
     run = common.Run("dpo", config, tokenizer, columns, *inits)
     step = run.restore(policy, optimizer)
     if run.checkpoint and config.rounds > 1 and run.checkpoint["steps"] != config.steps:
@@ -705,7 +715,8 @@ def main(config):
             save(step, [], None)
             raise SystemExit(f"the policy says always the same: nothing to learn from; {run.path} holds step {step}")
         if not config.data:
-            write_preferences(run.folder / ("preferences.jsonl" if r == 0 else f"preferences-{r + 1}.jsonl"), new)
+            name = "preferences.jsonl" if r == 0 else f"preferences-{r + 1}.jsonl"
+            common.on_rank_0(write_preferences, run.folder / name, new)
         if not config.data and config.judge == "self":
             print(report(new))
         data = as_tensors(new, tokenizer, config)
@@ -721,10 +732,10 @@ def main(config):
 
     def measure(step, samples):
         """The gauge, on pairs and prompts that nobody trained on."""
-        means, texts = measure_samples(policy, reference, prompts, problems, tokenizer, samples, config)
+        means, texts = measure_samples(policy, reference, prompts, problems, tokenizer, samples, config, task)
         shown = [
             f"- {tokenizer.decode(prompts[i])}\n  `{texts[i * samples].strip()}`"
-            + (f" gold {stories.gold_score(problems[i], texts[i * samples]):.2f}" if problems else "")
+            + (f" gold {task.gold_score(problems[i], texts[i * samples]):.2f}" if problems else "")
             for i in range(min(6, len(prompts)))  # the same ones each time
         ]
         run.sample(step, "\n".join(shown))
@@ -807,7 +818,7 @@ def main(config):
     ]
     print(
         f"\nDPO ({config.loss}, beta {config.beta:g}): {config.steps} steps on {labels} labels in {last['seconds']:.0f} seconds; "
-        f"on {len(prompts)} held-out {'stories' if problems else 'prompts'}:"
+        f"on {len(prompts)} held-out {task.NAME if problems else 'prompts'}:"
     )
     for name, key, form, meaning in table:
         before, after = (format(line[key], form) if key in line else "" for line in (first, last))
@@ -824,4 +835,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__))
+    main(common.parse(Config, __doc__, REAL))

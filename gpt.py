@@ -9,6 +9,11 @@ Pretraining minimises the mean of -log p(token | the tokens before it) over "the
 
     python gpt.py            about a minute on two CPU cores: out/base.pt, held-out accuracy about 0.5
 
+Pretrained GPT-2, Llama 3, Qwen2.5 and Qwen3 models are the same transformer with other settings: `GPT.from_pretrained`
+reads them, and every later stage takes them as --init. The way back, for models trained here:
+
+    python gpt.py --export out/grpo.pt FOLDER            a folder that `transformers` loads
+
 What to expect: the loss falls to 1.6; the model has then picked up every habit of its corpus, answering at
 once (almost always wrong), working it out (mostly right), working it out with a slip (wrong), in the corpus'
 proportions.
@@ -22,7 +27,9 @@ left out: dropout (every document is seen once), mixed precision, several GPUs, 
 """
 
 import math
+import os
 import random
+import sys
 import time
 from dataclasses import dataclass
 
@@ -35,7 +42,9 @@ from torch.utils.checkpoint import checkpoint
 import common
 from data import get_tokenizer, stories
 from data.evaluation import evaluate, habits, require_room
+from data.tokenizer import to_tokenizer_json
 from kernels import linear_logprobs, linear_logprobs_and_entropy
+from pretrained import architecture, find_folder, is_pretrained, read_json, read_weights, write_folder
 
 # `generate` asks after so many tokens who has finished; not after each on a GPU, because to ask it is to wait for it
 ASK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
@@ -273,6 +282,11 @@ class Rollout:
             *(x[rows] for x in (self.ids, self.positions, self.attention_mask, self.mask, self.logp)), self.prompt_len
         )
 
+    def to(self, device):
+        return Rollout(
+            *(x.to(device) for x in (self.ids, self.positions, self.attention_mask, self.mask, self.logp)), self.prompt_len
+        )
+
     @staticmethod
     def cat(rollouts):
         """Several Rollouts as one, padded to the longest prompt and the longest response."""
@@ -317,6 +331,23 @@ class GPT(nn.Module):
         # Checkpoints hold the true rows only
         self.register_state_dict_post_hook(_without_padding)
         self.register_load_state_dict_pre_hook(_with_padding)
+
+    @classmethod
+    def from_pretrained(cls, name, dtype=torch.float32):
+        """The model in a folder of Hugging Face's format, or of that name on its hub: GPT-2, Llama 3, Qwen2.5 or Qwen3
+        (pretrained.py). Raises ValueError for anything else."""
+        folder = find_folder(name)
+        config = GPTConfig(**architecture(read_json(folder / "config.json")))
+        with torch.device("meta"):  # without memory, and so without random weights
+            model = cls(config)
+        try:
+            model.load_state_dict(read_weights(folder, config, dtype), assign=True)
+        except RuntimeError as problem:  # a shape that config.json does not announce
+            raise ValueError(f"{folder}: {str(problem).splitlines()[-1].strip()}") from None
+        if config.tied:
+            model.lm_head.weight = model.wte.weight
+        model.frequencies = rope_frequencies(config) if config.rope_theta else None
+        return model
 
     def forward(self, ids, positions=None, attention_mask=None, cache=None):
         """ids [B, T] -> logits [B, T, V]; logits[:, t] predict ids[:, t + 1]. See `hidden` for the rest."""
@@ -404,12 +435,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def rollout_logprobs(self, rollout, micro_batches, temperature=1.0):
         """Log-probabilities [B, T] of a rollout's tokens under this model, 0 where none was sampled. micro_batches: row
-        numbers, cut into parts that fit the memory."""
+        numbers, cut into parts that fit the memory. Several processes share them, and all get all."""
         logp = torch.zeros_like(rollout.logp)
-        for rows in micro_batches:
+        for rows in common.mine(micro_batches):
             hidden, tokens = self.response_states(rollout, rows)
             logp[rows] = to_slots(self.token_logprobs(hidden, tokens, temperature), rollout.mask[rows])
-        return logp
+        return common.sum_over_ranks(logp)
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=None, eos=None, generator=None):
@@ -422,7 +453,20 @@ class GPT(nn.Module):
 
         Equal prompts are computed once. A row that sampled `eos` leaves the batch: the last live row moves into its
         slot, so that the live ones stay the first n rows of the cache and the others cost nothing.
+
+        Under torchrun each process samples for its share of the prompts, with random numbers of its own, and all get all.
         """
+        if common.WORLD > 1:
+            share = [len(prompts) * rank // common.WORLD for rank in (common.RANK, common.RANK + 1)]
+            device, part = self.wte.weight.device, None
+            seed = common.gather(int(torch.randint(2**60, (), generator=generator, device=device)))[0] + common.RANK
+            if share[0] < share[1]:
+                own = torch.Generator(device).manual_seed(seed)
+                part = self._generate(prompts[slice(*share)], max_new_tokens, temperature, top_k, eos, own).to("cpu")
+            return Rollout.cat([part for part in common.gather(part) if part is not None]).to(device)
+        return self._generate(prompts, max_new_tokens, temperature, top_k, eos, generator)
+
+    def _generate(self, prompts, max_new_tokens, temperature, top_k, eos, generator):
         device, B = self.wte.weight.device, len(prompts)
         if B == 0 or max_new_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
             raise ValueError(
@@ -523,6 +567,57 @@ def right_pad(sequences):
     return tuple(map(torch.from_numpy, _pad(sequences, max(map(len, sequences)))))
 
 
+def load(config, earlier):
+    """What a stage starts from -> (where it is, model, tokenizer): --init, which is a checkpoint of this project, a folder of
+    a pretrained model or its name on the hub; without it <out>/<earlier>.pt (gpt.py's is base.pt), made if missing. Settings that are not
+    given are those of --init: the tokenizer, the chat format, and on a GPU the dtype. Ends the program with one line if
+    something does not fit."""
+    init = config.init or os.path.join(config.out, {"gpt": "base"}.get(earlier, earlier) + ".pt")
+    if not config.init and not config.resume:
+        common.make_if_missing(earlier, init, config)
+    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.float32
+    as_stored = config.dtype == "auto" and "cuda" in config.device
+    try:
+        folder = common.on_rank_0(find_folder, init) if is_pretrained(init) else None
+        checkpoint = None if folder else common.load_checkpoint(init)
+        settings = {"tokenizer": str(folder)} if folder else checkpoint["config"]
+        config.tokenizer = config.tokenizer or settings["tokenizer"] or "stories"
+        config.chat = config.chat or settings.get("chat") or "none"
+        tokenizer = get_tokenizer(config.tokenizer, config.chat.replace("none", ""))
+        if folder:
+            stored = read_json(folder / "config.json")
+            if as_stored and "bfloat16" in (stored.get("dtype"), stored.get("torch_dtype")):
+                dtype = torch.bfloat16
+            model = GPT.from_pretrained(folder, dtype)
+        else:
+            common.require_kind(init, checkpoint, tokenizer)
+            model = GPT(GPTConfig(**checkpoint["model_config"]))
+            model.load_state_dict(checkpoint["model"])
+            model.to(checkpoint["model"]["wte.weight"].dtype if as_stored else dtype)
+        if tokenizer.n_vocab > model.config.vocab_size:
+            raise ValueError(f"its tokenizer has {tokenizer.n_vocab} tokens, its embedding {model.config.vocab_size}")
+    except ValueError as problem:
+        raise SystemExit(f"--init {init}: {problem}") from None
+    model.recompute = config.recompute
+    return init, model.to(config.device), tokenizer
+
+
+def export(checkpoint, folder):
+    """Writes the model of one of this project's checkpoints as a folder that `transformers` loads."""
+    found = common.load_checkpoint(checkpoint)
+    if "wte.weight" not in found["model"]:
+        raise SystemExit(f"{checkpoint} was made by {found['script']}.py: only language models can be exported")
+    model = GPT(GPTConfig(**found["model_config"]))
+    model.load_state_dict(found["model"])
+    model.to(found["model"]["wte.weight"].dtype)
+    try:
+        tokenizer = get_tokenizer(found["config"]["tokenizer"], found["config"].get("chat", "none").replace("none", ""))
+        write_folder(model, to_tokenizer_json(tokenizer), tokenizer.eot_token, folder)
+    except (OSError, ValueError) as problem:
+        raise SystemExit(f"--export {checkpoint} {folder}: {problem}") from None
+    print(f"{folder}: {found['script']}.pt of step {found['step']}, for AutoModelForCausalLM.from_pretrained({folder!r})")
+
+
 @dataclass
 class Config:
     seed: int = 0  # of the initial weights and of the documents
@@ -589,7 +684,7 @@ def main(config):
 
         # loss = mean of -log p over the tokens of the whole step, added up over micro-batches of like length
         total = 0.0
-        for rows in common.by_length(list(map(len, documents)), config.micro_batch):
+        for rows in common.mine(common.by_length(list(map(len, documents)), config.micro_batch)):
             ids, mask = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
             # padding is on the right, where causal attention never looks
             hidden = model.hidden(ids[:, :-1])  # [b, L-1, C]
@@ -597,7 +692,8 @@ def main(config):
             loss = -(logp * mask[:, 1:]).sum() / n_targets
             loss.backward()
             total += loss.item()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        total = common.sum_over_ranks(total)
+        grad_norm = common.finish_gradients(model.parameters(), 1.0)
         run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
         lr = common.cosine_lr(step, config)
         for group in optimizer.param_groups:
@@ -633,4 +729,9 @@ next: python sft.py""")
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__))
+    if sys.argv[1:2] == ["--export"]:
+        if len(sys.argv) != 4:
+            sys.exit("usage: python gpt.py --export out/grpo.pt FOLDER")
+        export(*sys.argv[2:])
+    else:
+        main(common.parse(Config, __doc__))

@@ -43,9 +43,11 @@ from typing import Literal
 import torch
 
 import common
-from data import accuracy_reward, get_tokenizer, stories
+import memory
+from data import encode_prompt
 from data.evaluation import evaluate, require_room, sample_responses
-from gpt import GPT, GPTConfig, Rollout, to_slots
+from data.tasks import RewardError, drop_long_prompts, get_reward, get_task, show
+from gpt import Rollout, load, to_slots
 from kernels import kl_estimate, token_kl
 
 # The variants as settings of the same switches; a flag given on the command line overrides its entry. GSPO's ratio is a
@@ -68,6 +70,10 @@ VARIANTS = {
 }  # fmt: skip
 
 
+# Defaults for pretrained weights and real data, in the range of what others use; no GPU was at hand to tune them
+REAL = dict(steps=200, max_new_tokens=300, micro_batch=8, sample_rows=256, lr=1e-6, evaluate=200, pass_k=4)
+
+
 # fmt: off
 @dataclass
 class Config:
@@ -76,12 +82,21 @@ class Config:
     out: str = "out"  # folder for grpo.pt and grpo/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint
-    init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
-    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    init: str = ""  # where to start, which is also the reference: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
+    chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the models; auto: on a GPU as stored, else float32
+    recompute: bool = False  # activation checkpointing: less memory, a third more time
+    task: Literal["stories", "gsm8k"] = "stories"  # where the problems come from
+    data: str = ""  # or your own: a file with {"prompt": ..., "answer": ...} a line, a tenth of which is held out
+    data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: they are downloaded once
+    reward: str = ""  # file.py:function of yours, called with the responses to a problem and its row; empty: is the answer right
+    estimate: bool = False  # only print how much memory this takes with known models
     variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "grpo"  # sets the switches below, if they are not given as flags
     prompts: int = 32  # prompts per step
     group_size: int = 8  # G, responses per prompt
     max_new_tokens: int = 16  # longest response
+    sample_rows: int = 1024  # responses sampled at once in evaluations; changes memory, and which random numbers they get
     temperature: float = 1.0  # of sampling, and of every log-probability
     epochs: int = 1  # passes over each rollout
     minibatches: int = 4  # optimizer steps per epoch
@@ -234,7 +249,7 @@ def overlong_penalty(lengths, max_tokens, buffer):
     return ((max_tokens - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def sample_groups(policy, tokenizer, config, step):
+def sample_groups(policy, tokenizer, config, step, task, reward):
     """The rollout of one step: G responses to each of P training problems -> (rollout of P * G rows, rewards [P, G],
     means over all that was sampled: {"reward", "zero_variance": share of groups whose rewards are all equal}).
     Dynamic sampling (DAPO, section 3.2) drops the groups of equal rewards and samples more problems, in at most four
@@ -244,18 +259,20 @@ def sample_groups(policy, tokenizer, config, step):
     generator = common.generator(config.device, "sampling", config.seed, step)
     rollouts, rewards, means, all_equal = [], [], [], []
     for _ in range(4 if config.dynamic_sampling else 1):
-        problems = [stories.make_problem(rng) for _ in range(P)]
-        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems for _ in range(G)]
+        problems = [task.make_problem(rng) for _ in range(P)]
+        prompts = [encode_prompt(tokenizer, problem.prompt) for problem in problems for _ in range(G)]
         rollout = policy.generate(
             prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=generator
         )
-        scores = [accuracy_reward(text, problems[i // G].answer) for i, text in enumerate(rollout.texts(tokenizer))]
-        reward = torch.tensor(scores, device=config.device).view(P, G)
-        means.append(reward.mean())
-        all_equal.append(reward.amax(1) == reward.amin(1))  # [P]
+        texts = rollout.texts(tokenizer)
+        scores = reward(problems, [texts[i * G : (i + 1) * G] for i in range(P)])
+        scores = torch.tensor(scores, dtype=torch.float32, device=config.device)  # [P, G]
+        means.append(scores.nanmean())  # NaN: a reward of yours could not say
+        # no two of a group differ, NaN aside
+        all_equal.append(scores.nan_to_num(-torch.inf).amax(1) <= scores.nan_to_num(torch.inf).amin(1))  # [P]
         keep = ~all_equal[-1] if config.dynamic_sampling else torch.ones_like(all_equal[-1])
         rollouts.append(rollout.select(keep.repeat_interleave(G)))
-        rewards.append(reward[keep])
+        rewards.append(scores[keep])
         if sum(map(len, rewards)) >= P:
             break
     summary = {"reward": torch.stack(means).mean().item(), "zero_variance": torch.cat(all_equal).float().mean().item()}
@@ -263,34 +280,43 @@ def sample_groups(policy, tokenizer, config, step):
 
 
 def main(config):
-    # 0. The policy, and a frozen copy of it as the reference if the KL counts
-    tokenizer = get_tokenizer(config.tokenizer)
-    init = config.init or os.path.join(config.out, "sft.pt")
-    if not config.init and not config.resume:
-        common.make_if_missing("sft", init, config)
-    checkpoint = common.load_checkpoint(init, tokenizer)
-    policy = GPT(GPTConfig(**checkpoint["model_config"]))
-    policy.load_state_dict(checkpoint["model"])
-    policy.to(config.device)
+    if config.estimate:
+        return memory.print_estimate("grpo", config)
+    # 0. The task, the policy, and a frozen copy of it as the reference if the KL counts
+    task, reward = get_task(config, "" if config.reward else "answer"), get_reward(config.reward, config.data)
+    init, policy, tokenizer = load(config, "sft")
+    drop_long_prompts(task, tokenizer, policy.config.context - config.max_new_tokens)
     reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    held_out = stories.held_out_problems(config.evaluate)
-    training = [stories.make_problem(random.Random(i)) for i in range(500)]  # as long as they come
-    require_room(policy, tokenizer, held_out + training, config.max_new_tokens)
+    optimizer = common.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    held_out = task.held_out_problems(config.evaluate)
+    require_room(policy, tokenizer, held_out + task.training_problems(), config.max_new_tokens)
     columns = "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second"
     run = common.Run("grpo", config, tokenizer, columns, init)
     start = run.restore(policy, optimizer)
     switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
     print(f"GRPO from {init}, variant {config.variant}: " + ", ".join(f"{k} {v}" for k, v in switches.items()))
 
+    done = start  # steps whose weights we have
+
+    def reward_once(problems, groups):
+        """What responses are worth, asked in one process, whatever the number of them. A reward of yours may fail: then
+        what was learned so far is saved."""
+        try:
+            return common.on_rank_0(reward, problems, groups)
+        except RewardError as problem:
+            run.fail(problem, done, policy, optimizer)
+
     def held_out_scores(step, samples):
         generator = common.generator(config.device, "held out", config.seed)
-        scores = evaluate(policy, tokenizer, held_out, config.max_new_tokens, samples, generator)
+        scores = evaluate(
+            policy, tokenizer, held_out, config.max_new_tokens, samples, generator, reward_once, config.sample_rows
+        )
         shown = held_out[:6]  # the same ones each time
         texts, lengths = sample_responses(policy, tokenizer, shown, config.max_new_tokens, generator=generator)
+        rewards = reward_once(shown, [[text] for text in texts])
         lines = [
-            f"- {problem.prompt}\n  `{text.strip()}` reward {accuracy_reward(text, problem.answer):.0f}, {length} tokens"
-            for problem, text, length in zip(shown, texts, lengths)
+            f"- {show(problem.prompt)}\n  `{text.strip()}` reward {worth[0]:g}, {length} tokens"
+            for problem, text, worth, length in zip(shown, texts, rewards, lengths)
         ]
         run.sample(step, "\n".join(lines))
         return scores
@@ -304,7 +330,8 @@ def main(config):
     for step in range(start + 1, config.steps + 1):
         # 1. Rollout
         began = time.perf_counter()
-        rollout, rewards, summary = sample_groups(policy, tokenizer, config, step)  # B = P * G rows, [P, G]
+        # B = P * G rows, [P, G]
+        rollout, rewards, summary = sample_groups(policy, tokenizer, config, step, task, reward_once)
         P, G = rewards.shape
         mask, lengths = rollout.mask, rollout.mask.sum(1)  # [B, T], [B]
 
@@ -315,7 +342,7 @@ def main(config):
         for i in range(min(config.minibatches, P)):
             rows = (order[i :: config.minibatches, None] * G + torch.arange(G)).view(-1)
             rows = rows[tokens_of[rows].argsort(stable=True)].to(config.device)
-            minibatches.append(rows.split(config.micro_batch))
+            minibatches.append(rows.split(common.share(config.micro_batch, len(rows))))
         micro_batches = [rows for minibatch in minibatches for rows in minibatch]
 
         # 3. Log-probabilities [B, T] under the reference, and under the policy as it is now. rollout.logp would do for
@@ -336,12 +363,12 @@ def main(config):
         advantages = group_advantages(rewards.view(P, G), config.baseline, config.scale).view(-1)  # [B]
 
         # 5. Updates
-        stats = dict.fromkeys(("loss", "entropy", "approx_kl", "clip_fraction", "kl", "grad_norm"), 0.0)
+        stats, grad_norms = dict.fromkeys(("loss", "entropy", "approx_kl", "clip_fraction", "kl"), 0.0), 0.0
         lr = config.lr * min(1.0, step / config.warmup) * (1 - (step - 1) / config.steps)
         for minibatch in minibatches * config.epochs:
             n_rows, n_tokens = sum(map(len, minibatch)), int(lengths[torch.cat(minibatch)].sum())
             denominator = {"sequence": n_rows, "token": n_tokens, "constant": n_rows * config.max_new_tokens}
-            for rows in minibatch:
+            for rows in common.mine(minibatch):
                 hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
                 logp, entropy = policy.token_logprobs_and_entropy(hidden, targets, config.temperature)  # [N], [N]
                 logp, entropy = to_slots(logp, mask[rows]), entropy.detach()  # [b, T]; the entropy is only looked at
@@ -362,14 +389,15 @@ def main(config):
                 stats["loss"] += loss.item()
                 for name, value in (*part.items(), ("entropy", entropy.mean())):  # token means: weigh them by tokens
                     stats[name] += value.item() * len(targets) / n_tokens
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item()
+            grad_norm = common.finish_gradients(optimizer.parameters(), config.max_grad_norm)
             run.require_finite(step, loss=stats["loss"], grad_norm=grad_norm)
-            stats["grad_norm"] += grad_norm
+            grad_norms += grad_norm
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-        updates = config.epochs * len(minibatches)  # 0 if dynamic sampling found no group to learn from
+        done, updates = step, config.epochs * len(minibatches)  # 0 if dynamic sampling found no group to learn from
+        stats = {**common.sum_over_ranks(stats), "grad_norm": grad_norms}
         stats = {name: value / updates for name, value in stats.items()} if updates else {}
         stats["kl"] = stats["kl"] * lengths.float().mean().item() if reference and updates else None  # per response
         tokens, busy = tokens + int(tokens_of.sum()), busy + time.perf_counter() - began
@@ -402,4 +430,4 @@ next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__))
+    main(common.parse(Config, __doc__, REAL))

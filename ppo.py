@@ -63,13 +63,19 @@ import torch
 import torch.nn as nn
 
 import common
-from data import accuracy_reward, get_tokenizer, stories
+import memory
+from data import accuracy_reward, encode_prompt, stories
 from data.evaluation import require_room
 from data.preferences import sample_preferences
-from gpt import GPT, GPTConfig, right_pad, to_slots
+from data.tasks import RewardError, drop_long_prompts, get_reward, get_task, show
+from gpt import GPTConfig, load, right_pad, to_slots
 from kernels import token_kl
 from reward_model import Config as RewardConfig
 from reward_model import RewardModel, batch_of, combine, comparisons, normalise, update
+
+# Defaults for pretrained weights and real data, in the range of what others use; no GPU was at hand to tune them
+REAL = dict(steps=200, prompts=64, max_new_tokens=300, micro_batch=8, sample_rows=256, lr=1e-6, value_lr=1e-4, beta=0.05,
+            evaluate=200, samples=1, missing_eos_score=0.0)  # fmt: skip
 
 
 # fmt: off
@@ -80,12 +86,21 @@ class Config:
     out: str = "out"  # folder for ppo.pt and ppo/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint
-    init: str = ""  # checkpoint to start from, which is also the reference; empty: <out>/sft.pt, made if it is missing
-    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    init: str = ""  # where to start, which is also the reference: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
+    chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the models; auto: on a GPU as stored, else float32
+    recompute: bool = False  # activation checkpointing: less memory, a third more time
+    task: Literal["stories", "gsm8k"] = "stories"  # where the problems come from
+    data: str = ""  # or your own: a file with {"prompt": ..., "answer": ...} a line, a tenth of which is held out
+    data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: they are downloaded once
+    reward: str = ""  # in place of the reward model: "verifier", is the answer right; or file.py:function of yours, called with a list of one response and its row
+    estimate: bool = False  # only print how much memory this takes with known models
     reward_model: str = ""  # checkpoint of the reward model; empty: <out>/reward_model.pt, made if it is missing
     combine: Literal["mean", "min", "mean-std"] = "mean"  # the rewards of an ensemble: their mean, the least, or mean - std
     prompts: int = 128  # prompts per step, with one response each
     max_new_tokens: int = 16  # longest response
+    sample_rows: int = 1024  # responses sampled at once in evaluations; changes memory, and which random numbers they get
     temperature: float = 1.0  # of sampling, and of every log-probability
     missing_eos_score: float = -1.0  # replaces the score of a response that --max-new-tokens cut off
     beta: float = 0.3  # weight of the KL to the reference, in reward per nat; 0: no leash
@@ -130,6 +145,10 @@ class Config:
             raise ValueError(f"--kl-target {self.kl_target}: beta is multiplied to get there, so --beta must not be 0")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"--dual-clip {self.dual_clip}: must be above 1, or 0 for none")
+        if self.refresh and self.reward:
+            raise ValueError(f"--refresh {self.refresh}: with --reward there is no reward model to learn")
+        if self.ptx and (self.task != "stories" or self.data):
+            raise ValueError(f"--ptx {self.ptx}: there are no pretraining documents but of the stories")
         if self.minibatches > self.prompts:
             raise ValueError(f"--minibatches {self.minibatches}: at most one per prompt, --prompts {self.prompts}")
 # fmt: on
@@ -258,51 +277,56 @@ def explained_variance(values, returns, mask):
     return (1 - (returns - values)[valid].var() / returns[valid].var()).item()
 
 
-def score_responses(reward_model, rollout, rows, eos, config):
-    """What the reward model says of these rows of a rollout, [b]. A response without EOS, cut off by --max-new-tokens,
-    gets config.missing_eos_score in place of it (Huang et al. 2024; TRL takes something off instead): otherwise
-    never stopping could pay."""
-    scores = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
+def unless_cut_off(scores, rollout, rows, eos, missing_eos_score):
+    """Scores [b] of these rows of a rollout, but missing_eos_score where the response has no EOS, as --max-new-tokens cut it
+    off (Huang et al. 2024; TRL takes something off instead): otherwise never stopping could pay."""
     response, mask = rollout.ids[rows, rollout.prompt_len :], rollout.mask[rows]  # [b, T] each
     ended = ((response == eos) & (mask > 0)).any(1)
-    return torch.where(ended, scores, config.missing_eos_score)
+    return torch.where(ended, scores, missing_eos_score)
+
+
+def score_responses(reward_model, rollout, rows, eos, config):
+    """What the reward model says of these rows of a rollout, [b]."""
+    scores = combine(reward_model(rollout.ids[rows], rollout.attention_mask[rows]), config.combine)
+    return unless_cut_off(scores, rollout, rows, eos, config.missing_eos_score)
 
 
 def main(config):
-    # 0. Four roles: the policy, its value head, the frozen reference, the frozen reward model
-    tokenizer = get_tokenizer(config.tokenizer)
-    init = config.init or os.path.join(config.out, "sft.pt")
-    if not config.init and not config.resume:
-        common.make_if_missing("sft", init, config)
-    judge = config.reward_model or os.path.join(config.out, "reward_model.pt")
-    if not config.reward_model and not config.resume:
-        common.make_if_missing("reward_model", judge, config, init=init, max_new_tokens=config.max_new_tokens)
-    checkpoint = common.load_checkpoint(init, tokenizer)
-    policy = GPT(GPTConfig(**checkpoint["model_config"]))
-    policy.load_state_dict(checkpoint["model"])
-    policy.to(config.device)
+    if config.estimate:
+        return memory.print_estimate("ppo", config)
+    # 0. Four roles: the policy, its value head, the frozen reference, the frozen reward model (or a reward of yours)
+    task = get_task(config, "answer" if config.reward == "verifier" else "")
+    reward = get_reward(config.reward.replace("verifier", ""), config.data) if config.reward else None
+    init, policy, tokenizer = load(config, "sft")
+    drop_long_prompts(task, tokenizer, policy.config.context - config.max_new_tokens)
+    inits, judge, reward_model = [init], config.reward_model or os.path.join(config.out, "reward_model.pt"), None
+    if not config.reward:
+        if not config.reward_model and not config.resume:
+            flags = dict(init=init, max_new_tokens=config.max_new_tokens, task=config.task, data_dir=config.data_dir)
+            common.make_if_missing("reward_model", judge, config, **flags)
+        judged = common.load_checkpoint(judge, tokenizer, reward_model=True)
+        if judged["step"] < judged["steps"]:
+            raise SystemExit(
+                f"{judge} stopped at step {judged['step']} of {judged['steps']}: finish it first, with --resume"
+            )
+        if config.refresh and judged["config"].get("data"):
+            raise SystemExit(f"--refresh: {judge} learned from a file of preferences, whose judge cannot be asked again")
+        reward_model = RewardModel(GPTConfig(**judged["model_config"]), judged["config"]["ensemble"])
+        reward_model.load_state_dict(judged["model"])
+        reward_model.trunks.to(policy.wte.weight.dtype)
+        reward_model.to(config.device).requires_grad_(False)
+        inits.append(judge)
     value_head = ValueHead(policy.config.n_embd).to(config.device)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    judged = common.load_checkpoint(judge, tokenizer, reward_model=True)
-    if judged["step"] < judged["steps"]:
-        raise SystemExit(
-            f"{judge} stopped at step {judged['step']} of {judged['steps']}: finish it first, with --resume"
-        )
-    if config.refresh and judged["config"].get("data"):
-        raise SystemExit(f"--refresh: {judge} learned from a file of preferences, whose judge cannot be asked again")
-    reward_model = RewardModel(GPTConfig(**judged["model_config"]), judged["config"]["ensemble"])
-    reward_model.load_state_dict(judged["model"])
-    reward_model.to(config.device).requires_grad_(False)
-    parameters = [*policy.parameters(), *value_head.parameters()]
     groups = [dict(params=policy.parameters(), lr=config.lr), dict(params=value_head.parameters(), lr=config.value_lr)]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    held_out = stories.held_out_problems(config.evaluate)
-    # 500 stories: the longest prompt of them has to fit, and `refresh` scales the rewards by the answers to them
-    training = [stories.make_problem(random.Random(i)) for i in range(500)]
-    for model in (policy, reward_model):
+    optimizer = common.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
+    held_out = task.held_out_problems(config.evaluate)
+    # their prompts have to fit, and `refresh` scales the rewards by the answers to them
+    training = task.training_problems()
+    for model in (policy, reward_model) if reward_model else (policy,):
         require_room(model, tokenizer, held_out + training, config.max_new_tokens)
     columns = "reward held_out_reward gold accuracy length kl entropy explained_variance approx_kl clip_fraction"
-    run = common.Run("ppo", config, tokenizer, columns, init, judge)
+    run = common.Run("ppo", config, tokenizer, columns, *inits)
     start = run.restore(policy, optimizer)
     leash = AdaptiveKL(config.beta, config.kl_target, config.kl_horizon)
     if run.checkpoint:
@@ -310,7 +334,21 @@ def main(config):
         leash.beta = run.checkpoint["beta"]
         if config.refresh:
             reward_model.load_state_dict(run.checkpoint["reward_model"])
-    print(f"PPO from {init} on the rewards of {judge}, beta {leash.beta}")
+    print(f"PPO from {init} on the rewards of {config.reward or judge}, beta {leash.beta}")
+    done = start  # steps whose weights we have
+
+    def rewards_of(problems, texts, rollout, rows):
+        """Scores [b] of these rows of a rollout by the reward model; or by a reward of yours, which is asked in one process
+        and may fail: then what was learned so far is saved."""
+        if reward_model:
+            return score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)
+        mine = rows.tolist()
+        try:
+            scores = common.on_rank_0(reward, [problems[i] for i in mine], [[texts[i]] for i in mine])
+        except RewardError as problem:
+            save(done, problem=problem)
+        scores = torch.tensor(scores, dtype=torch.float32, device=config.device)[:, 0].nan_to_num(0.0)
+        return unless_cut_off(scores, rollout, rows, tokenizer.eot_token, config.missing_eos_score)
 
     @torch.no_grad()
     def measure(step, samples):
@@ -319,25 +357,27 @@ def main(config):
         generator = common.generator(config.device, "held out", config.seed)
         problems = [problem for problem in held_out for _ in range(samples)]
         found, texts = {"held_out_reward": [], "held_out_kl": [], "held_out_length": []}, []
-        for i in range(0, len(problems), 1024):
-            part = problems[i : i + 1024]
-            prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in part]
+        for i in range(0, len(problems), config.sample_rows):
+            part = problems[i : i + config.sample_rows]
+            prompts = [encode_prompt(tokenizer, problem.prompt) for problem in part]
             rollout = policy.generate(prompts, config.max_new_tokens, eos=tokenizer.eot_token, generator=generator)
+            said = rollout.texts(tokenizer)
             for rows in torch.arange(len(part), device=config.device).split(config.micro_batch):
-                scores = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)  # [b]
-                found["held_out_reward"] += scores.tolist()
+                found["held_out_reward"] += rewards_of(part, said, rollout, rows).tolist()
                 # The exact KL at each position: its sum over a response has the same mean as that of log pi - log pi_ref
                 # at the sampled tokens, and has less noise
                 logits = [m.lm_head.all_logits(m.response_states(rollout, rows)[0]) for m in (policy, reference)]
                 kl = to_slots(token_kl(*logits, vocab_size=policy.config.vocab_size), rollout.mask[rows])  # [b, T]
                 found["held_out_kl"] += kl.sum(1).tolist()
             found["held_out_length"] += rollout.mask.sum(1).tolist()
-            texts += rollout.texts(tokenizer)
-        found["gold"] = [stories.gold_score(problem, text) for problem, text in zip(problems, texts)]
-        found["accuracy"] = [accuracy_reward(text, problem.answer) for problem, text in zip(problems, texts)]
+            texts += said
+        if all(problem.answer is not None for problem in problems):
+            found["gold"] = [task.gold_score(problem, text) for problem, text in zip(problems, texts)]
+            found["accuracy"] = [accuracy_reward(text, problem.answer) for problem, text in zip(problems, texts)]
         run.sample(step, "\n".join(
-            f"- {problems[i].prompt}\n  `{texts[i].strip()}` reward {found['held_out_reward'][i]:+.2f}, gold "
-            f"{found['gold'][i]:.2f}, right {found['accuracy'][i]:.0f}, {found['held_out_length'][i]} tokens"
+            f"- {show(problems[i].prompt)}\n  `{texts[i].strip()}` reward {found['held_out_reward'][i]:+.2f}, "
+            + (f"gold {found['gold'][i]:.2f}, right {found['accuracy'][i]:.0f}, " if "gold" in found else "")
+            + f"{found['held_out_length'][i]} tokens"
             for i in range(0, len(problems), samples)[:6]  # the same stories each time
         ))  # fmt: skip
         means = {name: sum(values) / len(values) for name, values in found.items()}
@@ -350,25 +390,30 @@ def main(config):
         noise = lesson.noise if lesson.judge == "noisy" else 0.0
         rows, _ = sample_preferences(
             policy, tokenizer, config.refresh_pairs, lesson.samples, noise, common.seed_of(*name), config.max_new_tokens,
-            common.generator(config.device, *name),
+            common.generator(config.device, *name), task=task, sample_rows=config.sample_rows,
         )  # fmt: skip
         elements, _ = comparisons(
             rows, tokenizer, reward_model.config.context
         )  # none if the policy always says the same
         reward_model.requires_grad_(True)
-        student = torch.optim.AdamW(reward_model.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+        members = [[*trunk.parameters(), *head.parameters()] for trunk, head in zip(reward_model.trunks, reward_model.heads)]
+        student = common.AdamW([dict(params=member) for member in members], betas=(0.9, 0.99), weight_decay=0.01)
         for i in range(-(-len(elements) // lesson.prompts)):
             batches = [batch_of(elements, i, lesson.prompts, name, k) for k in range(lesson.ensemble)]
             update(reward_model, student, batches, lesson.lr / 10, lesson)
         reward_model.requires_grad_(False)
-        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in training]
+        prompts = [encode_prompt(tokenizer, problem.prompt) for problem in training[:512]]
         generator = common.generator(config.device, "normalise", *name)
-        normalise(reward_model, reference, prompts, config.max_new_tokens, tokenizer.eot_token, generator)
+        normalise(
+            reward_model, reference, prompts, config.max_new_tokens, tokenizer.eot_token, generator, config.sample_rows
+        )
 
-    def save(step, every=1, best=False, stopped=False):
+    def save(step, every=1, best=False, stopped=False, problem=None):
         """Everything that changes: the policy, its value head, beta, and a reward model that still learns."""
         learning = reward_model.state_dict() if config.refresh else None
         more = dict(value_head=value_head.state_dict(), beta=leash.beta, reward_model=learning, stopped=stopped)
+        if problem:
+            run.fail(problem, step, policy, optimizer, **more)
         run.save(step, policy, optimizer, every, best, **more)
 
     if not config.resume:
@@ -389,7 +434,8 @@ def main(config):
 
         # 1. Rollout: one response to each prompt
         rng = random.Random(common.seed_of("problems", config.seed, step))
-        prompts = [tokenizer.encode_ordinary(stories.make_problem(rng).prompt) for _ in range(config.prompts)]
+        problems = [task.make_problem(rng) for _ in range(config.prompts)]
+        prompts = [encode_prompt(tokenizer, problem.prompt) for problem in problems]
         generator = common.generator(config.device, "sampling", config.seed, step)
         rollout = policy.generate(
             prompts, config.max_new_tokens, config.temperature, eos=tokenizer.eot_token, generator=generator
@@ -402,7 +448,7 @@ def main(config):
         minibatches = []
         for rows in order.tensor_split(config.minibatches):
             rows = rows[tokens_of[rows].argsort(stable=True)].to(config.device)
-            minibatches.append(rows.split(config.micro_batch))
+            minibatches.append(rows.split(common.share(config.micro_batch, len(rows))))
         micro_batches = [rows for minibatch in minibatches for rows in minibatch]
 
         # 3. What all four roles say of the rollout. The policy's log-probabilities come from the same pass as in training
@@ -410,12 +456,18 @@ def main(config):
         scores = torch.zeros(B, device=config.device)  # [B]
         old_logp, old_values = torch.zeros_like(rollout.logp), torch.zeros_like(rollout.logp)  # [B, T] each
         ref_logp = reference.rollout_logprobs(rollout, micro_batches, config.temperature)  # [B, T]
+        if reward:
+            everything = torch.arange(B, device=config.device)
+            scores = rewards_of(problems, rollout.texts(tokenizer), rollout, everything)
         with torch.no_grad():
-            for rows in micro_batches:
-                scores[rows] = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)
+            for rows in common.mine(micro_batches):
+                if reward_model:
+                    scores[rows] = score_responses(reward_model, rollout, rows, tokenizer.eot_token, config)
                 hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
                 old_logp[rows] = to_slots(policy.token_logprobs(hidden, targets, config.temperature), mask[rows])
                 old_values[rows] = to_slots(value_head(hidden), mask[rows])
+        for part in (old_logp, old_values, *([scores] if reward_model else [])):
+            common.sum_over_ranks(part)
 
         # 4. Rewards and advantages
         kl = ((old_logp - ref_logp) * mask).sum(1).mean().item()  # nats per response
@@ -430,14 +482,14 @@ def main(config):
             leash.update(kl, B)
 
         # 5. Updates
-        names = "loss value_loss ptx_loss entropy approx_kl clip_fraction value_clip_fraction grad_norm".split()
-        stats = dict.fromkeys(names, 0.0)
+        names = "loss value_loss ptx_loss entropy approx_kl clip_fraction value_clip_fraction".split()
+        stats, grad_norms = dict.fromkeys(names, 0.0), 0.0
         schedule = min(1.0, step / config.warmup) * (1 - (step - 1) / config.steps)
         updates = 0
         for minibatch in minibatches * config.epochs:
             n_tokens = int(lengths[torch.cat(minibatch)].sum())
             approx_kl = 0.0
-            for rows in minibatch:
+            for rows in common.mine(minibatch):
                 hidden, targets = policy.response_states(rollout, rows)  # [N, C], [N]
                 logp, entropy = policy.token_logprobs_and_entropy(hidden, targets, config.temperature)  # [N], [N]
                 logp, values = to_slots(logp, mask[rows]), to_slots(value_head(hidden), mask[rows])  # [b, T] each
@@ -462,7 +514,7 @@ def main(config):
                     for _ in range(config.ptx_documents)
                 ]
                 n_targets = sum(map(len, documents)) - len(documents)
-                for rows in common.by_length(list(map(len, documents)), config.micro_batch):
+                for rows in common.mine(common.by_length(list(map(len, documents)), config.micro_batch)):
                     ids, real = (x.to(config.device) for x in right_pad([documents[i] for i in rows]))  # [b, L]
                     nll = (
                         -(policy.token_logprobs(policy.hidden(ids[:, :-1]), ids[:, 1:]) * real[:, 1:]).sum() / n_targets
@@ -470,16 +522,17 @@ def main(config):
                     (config.ptx * nll).backward()
                     stats["ptx_loss"] += nll.item()
                     stats["loss"] += config.ptx * nll.item()
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
+            grad_norm = common.finish_gradients(optimizer.parameters(), config.max_grad_norm)
             run.require_finite(step, loss=stats["loss"], grad_norm=grad_norm)
-            stats["grad_norm"] += grad_norm
+            grad_norms += grad_norm
             updates += 1
             for group, lr in zip(optimizer.param_groups, (config.lr, config.value_lr)):
                 group["lr"] = lr * schedule
             optimizer.step()
             optimizer.zero_grad()
-            if config.stop_kl and approx_kl > config.stop_kl:
+            if config.stop_kl and common.sum_over_ranks(approx_kl) > config.stop_kl:
                 break
+        done, stats = step, {**common.sum_over_ranks(stats), "grad_norm": grad_norms}
         stats = {name: value / updates for name, value in stats.items()}
         tokens, busy = tokens + int(tokens_of.sum()), busy + time.perf_counter() - began
 
@@ -528,4 +581,4 @@ next: python reward_model.py --pairs 100 --init {init} --out {few} && python ppo
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__))
+    main(common.parse(Config, __doc__, REAL))

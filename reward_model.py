@@ -39,7 +39,6 @@ Shapes: B texts, L columns, M pairs, k members of an ensemble (1 by default); th
 
 import dataclasses
 import math
-import os
 import random
 import time
 from dataclasses import dataclass, field
@@ -50,10 +49,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import common
-from data import get_tokenizer, stories
+import memory
+from data import encode_prompt
 from data.evaluation import require_room
 from data.preferences import read_preferences, sample_preferences, write_preferences
-from gpt import GPT, GPTConfig, right_pad
+from data.tasks import drop_long_prompts, get_task, show
+from gpt import GPT, load, right_pad
+
+# Defaults for pretrained weights and real data, in the range of what others use; no GPU was at hand to tune them
+REAL = dict(pairs=2000, judge="gold", max_new_tokens=300, micro_batch=8, sample_rows=256, lr=1e-5, evaluate=200)
 
 
 # fmt: off
@@ -64,14 +68,21 @@ class Config:
     out: str = "out"  # folder for reward_model.pt and reward_model/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint
-    init: str = ""  # checkpoint whose transformer it starts from and whose responses are judged; empty: <out>/sft.pt, made if it is missing
-    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    init: str = ""  # whose transformer it starts from and whose responses are judged: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
+    tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
+    chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the models; auto: on a GPU as stored, else float32
+    recompute: bool = False  # activation checkpointing: less memory, a third more time
+    task: Literal["stories", "gsm8k"] = "stories"  # where the problems come from
+    data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: they are downloaded once
+    estimate: bool = False  # only print how much memory this takes with known models
     data: str = ""  # a file of preferences (JSONL), a tenth of whose prompts is held out; empty: samples of the model, judged
     pairs: int = 4000  # comparisons to train on, if they are sampled
     samples: int = 4  # responses per story, all of whose pairs are judged
     judge: Literal["noisy", "gold"] = "noisy"  # sees the gold score through Bradley-Terry noise, or exactly
     noise: float = 1.5  # of the noisy judge, in units of the gold score: at 1.5 it agrees with gold in three pairs of four
     max_new_tokens: int = 16  # longest sampled response
+    sample_rows: int = 1024  # responses sampled at once; changes memory, and which random numbers they get
     prompts: int = 16  # prompts per optimizer step, with all their pairs; fewer if a pass would then be under eight steps
     micro_batch: int = 64  # responses per forward and backward pass; changes memory, not the gradient
     lr: float = 1e-3  # peak learning rate
@@ -156,7 +167,7 @@ class RewardModel(nn.Module):
         mask = None if bool(attention_mask[:, 0].all()) else attention_mask
         hidden = self.trunks[k].hidden(ids, attention_mask=mask)  # [B, T, C]
         last = hidden[torch.arange(len(ids), device=ids.device), last_token_index(attention_mask)]  # [B, C]
-        return self.heads[k](last)[:, 0]
+        return self.heads[k](last.to(self.heads[k].weight.dtype))[:, 0]  # in float32, whatever the trunk's dtype
 
     def forward(self, ids, attention_mask):
         rewards = torch.stack([self.member(k, ids, attention_mask) for k in range(len(self.heads))])  # [k, B]
@@ -182,7 +193,7 @@ def comparisons(rows, tokenizer, context):
     "equal", pairs whose texts are the same (after cutting): nothing can be learned from them."""
     elements, dropped = {}, {"equal": 0, "too long": 0}
     for row in rows:
-        prompt = tokenizer.encode_ordinary(row["prompt"])
+        prompt = encode_prompt(tokenizer, row["prompt"])
         texts = [
             (prompt + tokenizer.encode_ordinary(row[key]) + [tokenizer.eot_token])[:context]
             for key in ("chosen", "rejected")
@@ -190,7 +201,7 @@ def comparisons(rows, tokenizer, context):
         if len(prompt) >= context or texts[0] == texts[1]:
             dropped["too long" if len(prompt) >= context else "equal"] += 1
             continue
-        element = elements.setdefault(row["prompt"], Comparisons())
+        element = elements.setdefault(show(row["prompt"]), Comparisons())
         for text, numbers in zip(texts, (element.chosen, element.rejected)):
             if text not in element.texts:
                 element.texts.append(text)
@@ -224,10 +235,10 @@ def cut(elements, responses):
 def update(model, optimizer, batches, lr, config):
     """One optimizer step: member k learns from the comparisons batches[k], each pair with the same weight. -> means
     over pairs and members: loss, margin (r_chosen - r_rejected), train_accuracy (a tie is wrong), and grad_norm."""
-    stats = dict.fromkeys(("loss", "margin", "train_accuracy", "grad_norm"), 0.0)
+    stats, grad_norm = dict.fromkeys(("loss", "margin", "train_accuracy"), 0.0), 0.0
     for k, batch in enumerate(batches):
         pairs = sum(len(element.chosen) for element in batch)
-        for elements in cut(batch, config.micro_batch):
+        for elements in common.mine(cut(batch, config.micro_batch)):
             chosen, rejected = pair_rewards(model, k, elements)  # [M], [M]
             margin = chosen.new_tensor([m for element in elements for m in element.margin])  # [M]
             probability = chosen.new_tensor([p for element in elements for p in element.probability])  # [M]
@@ -237,8 +248,8 @@ def update(model, optimizer, batches, lr, config):
             stats["loss"] += loss.item() * share
             stats["margin"] += (chosen - rejected).mean().item() * share
             stats["train_accuracy"] += (chosen > rejected).float().mean().item() * share
-        member = [*model.trunks[k].parameters(), *model.heads[k].parameters()]
-        stats["grad_norm"] += torch.nn.utils.clip_grad_norm_(member, config.max_grad_norm).item() / len(batches)
+        grad_norm += common.finish_gradients(optimizer.param_groups[k]["params"], config.max_grad_norm) / len(batches)
+    stats = {**common.sum_over_ranks(stats), "grad_norm": grad_norm}
     for group in optimizer.param_groups:
         group["lr"] = lr
     if math.isfinite(stats["loss"]) and math.isfinite(
@@ -258,7 +269,7 @@ def batch_of(elements, step, prompts, seed, member):
 
 
 @torch.no_grad()
-def assess(model, elements):
+def assess(model, elements, rows=512):
     """What a reward model is worth on comparisons that it never saw, as a dictionary:
 
     difference           r_chosen - r_rejected of each pair [M], the members' mean, before gain and bias (only then is
@@ -267,7 +278,7 @@ def assess(model, elements):
     gold_accuracy        how often with the gold score, of the pairs whose gold scores are known and differ
     """
     difference, gold = [], []
-    for micro_batch in cut(elements, 512):
+    for micro_batch in cut(elements, rows):
         pairs = [pair_rewards(model, k, micro_batch) for k in range(len(model.heads))]
         difference.append(torch.stack([chosen - rejected for chosen, rejected in pairs]).mean(0).cpu())
         gold += [g for element in micro_batch for g in element.gold]
@@ -293,12 +304,15 @@ def reliability(difference):
 
 
 @torch.no_grad()
-def normalise(model, policy, prompts, max_new_tokens, eos, generator):
+def normalise(model, policy, prompts, max_new_tokens, eos, generator, rows=1024):
     """Sets gain and bias of each member so that the rewards of `policy`'s responses to `prompts` (token ids) have mean
-    0 and std 1."""
-    rollout = policy.generate(prompts, max_new_tokens, eos=eos, generator=generator)
+    0 and std 1. `rows`: how many at once."""
     model.gain.fill_(1.0), model.bias.zero_()
-    gain, bias = gain_and_bias(model(rollout.ids, rollout.attention_mask))
+    rewards = []
+    for i in range(0, len(prompts), rows):
+        rollout = policy.generate(prompts[i : i + rows], max_new_tokens, eos=eos, generator=generator)
+        rewards.append(model(rollout.ids, rollout.attention_mask))
+    gain, bias = gain_and_bias(torch.cat(rewards, 1))
     model.gain.copy_(gain), model.bias.copy_(bias)
 
 
@@ -309,8 +323,12 @@ def untrained(trunk, prompts, config):
     model = RewardModel(trunk.config, config.ensemble)
     for copy in model.trunks:
         copy.load_state_dict(trunk.state_dict())
+        copy.recompute = trunk.recompute
+    model.trunks.to(trunk.wte.weight.dtype)
     model.to(config.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    members = [[*trunk.parameters(), *head.parameters()] for trunk, head in zip(model.trunks, model.heads)]
+    groups = [dict(params=member) for member in members]
+    optimizer = common.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
     per_step = max(1, min(config.prompts, prompts // 8))
     return model, optimizer, per_step, -(-prompts // per_step)
 
@@ -328,7 +346,7 @@ def print_curve(policy, elements, held_out, config):
             batches = [batch_of(elements[:n], step, per_step, config.seed, k) for k in range(config.ensemble)]
             lr = common.cosine_lr(step, dataclasses.replace(config, steps=steps))
             update(model, optimizer, batches, lr, config)
-        found, seconds = assess(model, held_out), time.perf_counter() - began
+        found, seconds = assess(model, held_out, rows=min(512, config.sample_rows)), time.perf_counter() - began
         print(
             f"{pairs:>7}{n:>9}{found['preference_accuracy']:>18.3f}{found['gold_accuracy']:>11.3f}{seconds:>9.1f}",
             flush=True,
@@ -336,28 +354,28 @@ def print_curve(policy, elements, held_out, config):
 
 
 def main(config):
+    if config.estimate:
+        return memory.print_estimate("reward_model", config)
     # 0. The SFT model: the reward model starts from its transformer, and is to judge its responses
-    tokenizer = get_tokenizer(config.tokenizer)
     rows = read_preferences(config.data) if config.data else []  # first, as a mistake in it should cost no time
-    init = config.init or os.path.join(config.out, "sft.pt")
-    if not config.init and not config.resume:
-        common.make_if_missing("sft", init, config)
-    checkpoint = common.load_checkpoint(init, tokenizer)
-    policy = GPT(GPTConfig(**checkpoint["model_config"]))
-    policy.load_state_dict(checkpoint["model"])
-    policy.to(config.device).requires_grad_(False)
+    task = None if config.data else get_task(config)
+    init, policy, tokenizer = load(config, "sft")
+    policy.requires_grad_(False)
 
     # 1. Comparisons to train on, and others, of other prompts, to see what was learned
     equal = 0
     if config.data:
-        prompts = sorted({row["prompt"] for row in rows})
-        others = set(random.Random(common.seed_of("split", config.seed)).sample(prompts, max(1, len(prompts) // 10)))
-        other_rows = [row for row in rows if row["prompt"] in others][: config.evaluate]
-        rows = [row for row in rows if row["prompt"] not in others]
-        prompts = random.Random(config.seed).sample([p for p in prompts if p not in others], len(prompts) - len(others))
+        prompts = {show(row["prompt"]): row["prompt"] for row in rows}  # a chat's messages, as text: the messages
+        names = sorted(prompts)
+        others = set(random.Random(common.seed_of("split", config.seed)).sample(names, max(1, len(names) // 10)))
+        other_rows = [row for row in rows if show(row["prompt"]) in others][: config.evaluate]
+        rows = [row for row in rows if show(row["prompt"]) not in others]
+        names = random.Random(config.seed).sample([p for p in names if p not in others], len(names) - len(others))
+        prompts = [prompts[name] for name in names]
     else:
-        # 500 stories: the longest prompt of them has to fit, and the answers to them set gain and bias
-        training = [stories.make_problem(random.Random(i)) for i in range(500)]
+        # their prompts have to fit, and the answers to them set gain and bias
+        drop_long_prompts(task, tokenizer, policy.config.context - config.max_new_tokens)
+        training = task.training_problems()
         require_room(policy, tokenizer, training, config.max_new_tokens)
         prompts = [problem.prompt for problem in training]
 
@@ -366,14 +384,14 @@ def main(config):
             generator = common.generator(config.device, *name)
             return sample_preferences(
                 policy, tokenizer, count, config.samples, noise, common.seed_of(*name), config.max_new_tokens,
-                generator, held_out,
+                generator, held_out, task, config.sample_rows,
             )  # fmt: skip
 
         (rows, equal), (other_rows, _) = judged(config.pairs, held_out=False), judged(config.evaluate, held_out=True)
     elements, dropped = comparisons(rows, tokenizer, policy.config.context)
     held_out, _ = comparisons(other_rows, tokenizer, policy.config.context)
     room = policy.config.context - config.max_new_tokens
-    reference_prompts = [p for p in map(tokenizer.encode_ordinary, prompts) if 0 < len(p) <= room][:512]
+    reference_prompts = [p for p in (encode_prompt(tokenizer, prompt) for prompt in prompts) if 0 < len(p) <= room][:512]
     if not elements or not held_out or not reference_prompts:
         raise SystemExit(
             f"{config.data or 'samples of ' + init}: nothing to learn from: {len(elements)} prompts with comparisons to "
@@ -395,11 +413,11 @@ def main(config):
     run = common.Run("reward_model", config, tokenizer, columns, init, *([config.data] if config.data else []))
     step = run.restore(model, optimizer)
     if not config.data:
-        write_preferences(run.folder / "preferences.jsonl", rows)
+        common.on_rank_0(write_preferences, run.folder / "preferences.jsonl", rows)
 
     @torch.no_grad()
     def held_out_scores(step):
-        found = assess(model, held_out)
+        found = assess(model, held_out, min(512, config.sample_rows))
         lines = []
         for row in other_rows[:: max(1, len(other_rows) // 6)][:6]:  # the same ones each time
             shown, _ = comparisons([row], tokenizer, policy.config.context)
@@ -407,7 +425,7 @@ def main(config):
                 ids, mask = (x.to(config.device) for x in right_pad(shown[0].texts))  # [2, L]
                 chosen, rejected = model(ids, mask).mean(0).tolist()
                 lines.append(
-                    f"- {row['prompt']}\n  chosen `{row['chosen'].strip()}` {chosen:+.2f}, "
+                    f"- {show(row['prompt'])}\n  chosen `{row['chosen'].strip()}` {chosen:+.2f}, "
                     f"rejected `{row['rejected'].strip()}` {rejected:+.2f}"
                 )
         run.sample(step, "\n".join(lines))
@@ -429,14 +447,17 @@ def main(config):
         measure, last = step % config.eval_every == 0, step == config.steps
         if last:
             generator = common.generator(config.device, "normalise", config.seed)
-            normalise(model, policy, reference_prompts, config.max_new_tokens, tokenizer.eot_token, generator)
+            normalise(
+                model, policy, reference_prompts, config.max_new_tokens, tokenizer.eot_token, generator, config.sample_rows
+            )
         if measure or last or step % config.log_every == 0:
             run.log(step, **stats, lr=lr, **(held_out_scores(step) if measure or last else {}))
         run.save(step, model, optimizer, config.save_every)
 
     # 5. What it learned
     run.plot("loss", "margin", "preference_accuracy", "gold_accuracy")
-    found, gold = assess(model, held_out), torch.tensor([g for element in held_out for g in element.gold])
+    found = assess(model, held_out, min(512, config.sample_rows))
+    gold = torch.tensor([g for element in held_out for g in element.gold])
     seconds = run.metrics()[-1]["seconds"]
     print(
         f"\n{run.path}: {config.steps} steps on {pairs} pairs in {seconds:.0f} seconds. On {held_out_pairs} held-out pairs:"
@@ -453,4 +474,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__))
+    main(common.parse(Config, __doc__, REAL))

@@ -20,17 +20,22 @@ Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 
 epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead), chat templates.
 """
 
-import os
 import random
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 import common
-from data import get_tokenizer, stories
+import memory
+from data import encode_prompt
 from data.evaluation import evaluate, habits, require_room
-from gpt import GPT, GPTConfig, right_pad
+from data.tasks import get_task
+from gpt import load, right_pad
+
+# Defaults for pretrained weights and real data, from what others use; no GPU was at hand to tune them
+REAL = dict(steps=200, examples=32, micro_batch=4, lr=1e-5, max_new_tokens=300, evaluate=200)
 
 
 @dataclass
@@ -40,8 +45,15 @@ class Config:
     out: str = "out"  # folder for sft.pt and sft/
     device: str = "auto"  # auto, cpu, cuda, mps
     resume: bool = False  # continue from the checkpoint
-    init: str = ""  # checkpoint to start from; empty: <out>/base.pt, made if it is missing
-    tokenizer: str = "stories"  # must be the one that the checkpoint was trained with
+    init: str = ""  # checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/base.pt, made if it is missing
+    tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
+    chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the models; auto: on a GPU as stored, else float32
+    recompute: bool = False  # activation checkpointing: less memory, a third more time
+    task: Literal["stories", "gsm8k"] = "stories"  # where demonstrations come from
+    data: str = ""  # your own: a file with {"prompt": ..., "response": ...} a line
+    data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: downloaded once
+    estimate: bool = False  # only print how much memory this needs with known models
     examples: int = 96  # demonstrations per step
     micro_batch: int = 32  # demonstrations per forward and backward pass
     lr: float = 5e-4  # peak learning rate
@@ -68,62 +80,86 @@ def token_mean(values, mask=None, tokens=None):
     return (values * mask).sum() / (mask.sum() if tokens is None else tokens)
 
 
+def batch_loss(model, texts, prompt_lengths, micro_batch, train=True):
+    """The loss of these texts (prompt + response as token ids, with the length of each one's prompt). train: adds its
+    gradient, micro-batch by micro-batch; nothing larger than a micro-batch is in memory."""
+    lengths, device, total = list(map(len, texts)), model.wte.weight.device, 0.0
+    n_targets = sum(lengths) - sum(prompt_lengths)  # tokens in the loss
+    for rows in common.mine(common.by_length(lengths, micro_batch)):
+        ids, attention = right_pad([texts[i] for i in rows])  # [b, L]
+        prompts = torch.tensor([prompt_lengths[i] for i in rows])  # [b]
+        predicts = predicts_response(prompts, attention.sum(1), ids.shape[1])  # [b, L]
+        ids, predicts = ids.to(device), predicts.to(device)
+        with torch.set_grad_enabled(train):
+            hidden = model.hidden(ids)[predicts]  # [N, C], N response tokens: only they go through the head
+            # [N] the next token; the column that wraps around is never selected
+            targets = ids.roll(-1, dims=1)[predicts]
+            logp = model.token_logprobs(hidden, targets)  # [N]
+            loss = token_mean(-logp, tokens=n_targets)
+        if train:
+            loss.backward()
+        total += loss.item()
+    return common.sum_over_ranks(total)
+
+
 def main(config):
+    if config.estimate:
+        return memory.print_estimate("sft", config)
     # data and model
-    tokenizer = get_tokenizer(config.tokenizer)
-    init = config.init or os.path.join(config.out, "base.pt")
-    if not config.init and not config.resume:
-        common.make_if_missing("gpt", init, config)
-    checkpoint = common.load_checkpoint(init, tokenizer)
-    model = GPT(GPTConfig(**checkpoint["model_config"]))
-    model.load_state_dict(checkpoint["model"])
-    model.to(config.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    held_out = stories.held_out_problems(config.evaluate)
-    require_room(model, tokenizer, held_out, config.max_new_tokens)
-    run = common.Run("sft", config, tokenizer, "loss accuracy length grad_norm lr tokens_per_second", init)
+    task = get_task(config, "response")
+    init, model, tokenizer = load(config, "gpt")
+
+    def encode(pairs):
+        """(prompt, response) pairs -> texts, and the lengths of their prompts. The two are tokenised apart, as they are when
+        sampling."""
+        prompts = [encode_prompt(tokenizer, prompt) for prompt, _ in pairs]
+        responses = [tokenizer.encode_ordinary(response) + [tokenizer.eot_token] for _, response in pairs]
+        return [prompt + response for prompt, response in zip(prompts, responses)], list(map(len, prompts))
+
+    if config.task != "stories" or config.data:
+        room = model.config.context
+        too_long = task.drop(lambda p: p.response is None or len(encode([(p.prompt, p.response)])[0][0]) > room)
+        print(
+            f"{len(task.training)} demonstrations, {len(task.held_out)} held out; {too_long} left out, as they do not fit the "
+            f"context of {room} tokens"
+        )
+        if not task.training:
+            raise SystemExit("nothing is left to learn from")
+    longest = max(map(len, encode(task.demonstrations())[0]))
+    if longest > model.config.context:
+        raise SystemExit(
+            f"a demonstration of {longest} tokens does not fit the context of {model.config.context} that {init} has"
+        )
+    optimizer = common.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    held_out = [problem for problem in task.held_out_problems(config.evaluate) if problem.answer is not None]
+    if held_out:
+        require_room(model, tokenizer, held_out, config.max_new_tokens)
+    others = encode(task.held_out_demonstrations(config.evaluate))  # of the stories none: there accuracy says more
+    columns = "loss held_out_loss accuracy" if others[0] else "loss accuracy"
+    run = common.Run("sft", config, tokenizer, f"{columns} length grad_norm lr tokens_per_second", init)
     step = run.restore(model, optimizer)
 
     def held_out_scores():
         generator = common.generator(config.device, "held out", config.seed)
-        return evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=generator)
+        scores = evaluate(model, tokenizer, held_out, config.max_new_tokens, generator=generator) if held_out else {}
+        if others[0]:
+            scores["held_out_loss"] = batch_loss(model, *others, config.micro_batch, train=False)
+        return scores
 
+    measured = ("accuracy", "length", "held_out_loss")
     if not config.resume:
         scores = held_out_scores()
-        run.log(0, accuracy=scores["accuracy"], length=scores["length"])
+        run.log(0, **{name: scores.get(name) for name in measured})
         run.save(0, model, optimizer)
 
     final, tokens, busy = {}, 0, 0.0
     while step < config.steps:
         began = time.perf_counter()
-        # demonstrations of this step; prompt and response are tokenised apart, as they are when sampling
+        # demonstrations of this step, and their loss
         rng = random.Random(common.seed_of("sft", config.seed, step))
-        pairs = [stories.sft_example(rng) for _ in range(config.examples)]
-        prompts = [tokenizer.encode_ordinary(prompt) for prompt, _ in pairs]
-        responses = [tokenizer.encode_ordinary(response) + [tokenizer.eot_token] for _, response in pairs]
-        texts = [prompt + response for prompt, response in zip(prompts, responses)]
-        longest = max(map(len, texts))
-        if longest > model.config.context:
-            raise SystemExit(
-                f"a demonstration of {longest} tokens does not fit the context of {model.config.context} that {init} has"
-            )
-        n_targets = sum(map(len, responses))  # tokens in the loss of this step
-
-        # loss: only response tokens go through the head
-        total = 0.0
-        for rows in common.by_length(list(map(len, texts)), config.micro_batch):
-            ids, attention = right_pad([texts[i] for i in rows])  # [b, L]
-            prompt_lengths = torch.tensor([len(prompts[i]) for i in rows])  # [b]
-            predicts = predicts_response(prompt_lengths, attention.sum(1), ids.shape[1])  # [b, L]
-            ids, predicts = ids.to(config.device), predicts.to(config.device)
-            hidden = model.hidden(ids)[predicts]  # [N, C], N response tokens
-            # [N] the next token; the column that wraps around is never selected
-            targets = ids.roll(-1, dims=1)[predicts]
-            logp = model.token_logprobs(hidden, targets)  # [N]
-            loss = token_mean(-logp, tokens=n_targets)
-            loss.backward()
-            total += loss.item()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        texts, prompt_lengths = encode([task.sft_example(rng) for _ in range(config.examples)])
+        total = batch_loss(model, texts, prompt_lengths, config.micro_batch)
+        grad_norm = common.finish_gradients(optimizer.parameters(), 1.0)
         run.require_finite(step + 1, loss=total, grad_norm=grad_norm)
         lr = common.cosine_lr(step, config)
         for group in optimizer.param_groups:
@@ -139,8 +175,7 @@ def main(config):
             run.log(
                 step,
                 loss=total,
-                accuracy=final.get("accuracy"),
-                length=final.get("length"),
+                **{name: final.get(name) for name in measured},
                 grad_norm=grad_norm,
                 lr=lr,
                 tokens_per_second=tokens / busy,
@@ -150,13 +185,16 @@ def main(config):
 
     # what it learned
     run.plot("loss", "grad_norm")
-    scores = final or held_out_scores()
-    print(f"""
-{run.path}: {config.steps} steps in {run.metrics()[-1]["seconds"]:.0f} seconds. Sampled on {len(held_out)} held-out stories:
-{habits(scores)}
-  accuracy (pass@1) {run.metrics()[0]["accuracy"]:.3f} -> {scores["accuracy"]:.3f}
-next: python grpo.py""")
+    scores, first = final or held_out_scores(), run.metrics()[0]
+    print(f"\n{run.path}: {config.steps} steps in {run.metrics()[-1]['seconds']:.0f} seconds.", end="")
+    if others[0]:
+        n = len(others[0])
+        print(f" On {n} held-out demonstrations:\n  loss {first['held_out_loss']:.4f} -> {scores['held_out_loss']:.4f}", end="")
+    if held_out:
+        print(f" Sampled on {len(held_out)} held-out {task.NAME}:\n{habits(scores)}")
+        print(f"  accuracy (pass@1) {first['accuracy']:.3f} -> {scores['accuracy']:.3f}", end="")
+    print(f"\nnext: {common.next_command('grpo', config, run.path)}")
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__))
+    main(common.parse(Config, __doc__, REAL))

@@ -2,6 +2,7 @@
 
 from data.rewards import accuracy_reward, pass_at_k
 from data.stories import habit
+from data.tokenizer import encode_prompt
 
 
 def sample_responses(model, tokenizer, problems, max_new_tokens, temperature=1.0, generator=None, rows=1024):
@@ -12,7 +13,7 @@ def sample_responses(model, tokenizer, problems, max_new_tokens, temperature=1.0
     """
     texts, lengths = [], []
     for i in range(0, len(problems), rows):
-        prompts = [tokenizer.encode_ordinary(problem.prompt) for problem in problems[i : i + rows]]
+        prompts = [encode_prompt(tokenizer, problem.prompt) for problem in problems[i : i + rows]]
         rollout = model.generate(prompts, max_new_tokens, temperature, eos=tokenizer.eot_token, generator=generator)
         texts += rollout.texts(tokenizer)
         lengths += rollout.mask.sum(1).tolist()
@@ -21,7 +22,9 @@ def sample_responses(model, tokenizer, problems, max_new_tokens, temperature=1.0
 
 def require_room(model, tokenizer, problems, max_new_tokens):
     """Ends the program with one line if a problem's prompt and the response would not fit the model's context."""
-    longest = max(len(tokenizer.encode_ordinary(problem.prompt)) for problem in problems)
+    lengths = {problem.prompt if isinstance(problem.prompt, str) else i: len(encode_prompt(tokenizer, problem.prompt))
+               for i, problem in enumerate(problems)}  # fmt: skip
+    longest = max(lengths.values())
     if longest + max_new_tokens > model.config.context:
         raise SystemExit(
             f"--max-new-tokens {max_new_tokens}: with prompts of up to {longest} tokens that exceeds the model's "
@@ -37,20 +40,29 @@ def habits(scores):
             f"  at once    {direct:4.0%} of the time, {scores['direct_accuracy']:4.0%} of those right")  # fmt: skip
 
 
-def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=None):
+def verify(problems, groups):
+    """The verifier as a reward: groups[i] are texts answering problems[i] -> for each text 1.0 if it states the answer,
+    else 0.0."""
+    return [[accuracy_reward(text, problem.answer) for text in texts] for problem, texts in zip(problems, groups)]
+
+
+def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=None, reward=None, rows=1024):
     """Samples every problem `samples` times at temperature 1 and returns what the answers are worth:
 
-    accuracy (pass@1), length (mean tokens, end-of-text included), worked (share of responses with running totals),
-    accuracy of the worked and of the direct ones (NaN where there are none), and pass_at_k = {"pass@1": ...,
-    "pass@4": ...}, k = 1, 4, 16, 64, 256, as far as `samples` allows.
+    accuracy (pass@1; with a `reward` of your own in the verifier's place its mean), length (mean tokens, end-of-text
+    included), worked (share of responses with running totals), accuracy of the worked and of the direct ones (NaN
+    where there are none), and pass_at_k = {"pass@1": ..., "pass@4": ...}, k = 1, 4, 16, 64, 256, as far as `samples`
+    allows (a reward above 0 counts as right).
     """
     texts, lengths = sample_responses(
-        model, tokenizer, [p for p in problems for _ in range(samples)], max_new_tokens, generator=generator
+        model, tokenizer, [p for p in problems for _ in range(samples)], max_new_tokens, generator=generator, rows=rows
     )
-    right = [accuracy_reward(text, problems[i // samples].answer) for i, text in enumerate(texts)]
+    groups = [texts[i : i + samples] for i in range(0, len(texts), samples)]
+    groups = (reward or verify)(problems, groups)
+    right = [r for group in groups for r in group]
     worked = [habit(text) == "worked" for text in texts]
     mean = lambda values: sum(values) / len(values) if values else float("nan")  # noqa: E731
-    correct = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
+    correct = [sum(r > 0 for r in group) for group in groups]
     return {
         "accuracy": mean(right),
         "length": mean(lengths),

@@ -8,16 +8,17 @@ import math
 
 import torch
 
-from data.stories import LABELS, gold_score, judge_question
+from data import stories
+from data.stories import LABELS, judge_question
 
 
-def gold_scores(problems, groups, rng, noise=0.0):
+def gold_scores(problems, groups, rng, noise=0.0, task=stories):
     """The gold score of each response, groups [P][n] of texts, through noise -> [P, n] float64.
 
     The noise is a Gumbel variable times `noise`. The difference of two of them is logistic, so of two responses the first
     wins with the chance sigmoid((gold_1 - gold_2) / noise): Bradley and Terry's judge, as stories.noisy_judge is; of
     several, any two of the ranking stand so (Plackett and Luce's)."""
-    scores = [[gold_score(problem, text) for text in texts] for problem, texts in zip(problems, groups)]
+    scores = [[task.gold_score(problem, text) for text in texts] for problem, texts in zip(problems, groups)]
     if noise:
         scores = [[score - noise * math.log(-math.log(1 - rng.random())) for score in row] for row in scores]
     return torch.tensor(scores, dtype=torch.float64)

@@ -2,11 +2,12 @@
 
 A file of preferences has one JSON object a line, {"prompt": ..., "chosen": ..., "rejected": ...}, three strings. That
 is what `python reward_model.py` writes for the stories (out/reward_model/preferences.jsonl), and reads with --data.
-More keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is not
-said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known, "gold"
-(how much better it is by the gold score; nobody trains on it), "asked" (data/judges.py) and "cut_off" (which of the two reached
-the longest length that was allowed, and so did not end there: ["chosen"], for example). dpo.py --loss kto also reads responses that were judged
-alone: {"prompt": ..., "response": ..., "label": true}.
+In place of "prompt" there may be "messages", those of a chat: [{"role": "user", "content": ...}, ...], the last one the
+user's. More keys may be there: "probability" (how likely it is that `chosen` is the better one, 0.5 to 1; 1 if it is
+not said), "margin" (how much better it has to score at least, 0 if it is not said), and, where it is exactly known,
+"gold" (how much better it is by the gold score; nobody trains on it), "asked" (data/judges.py) and "cut_off" (which of
+the two reached the longest length that was allowed, and so did not end there: ["chosen"], for example). dpo.py --loss
+kto also reads responses that were judged alone: {"prompt": ..., "response": ..., "label": true}.
 
     python -m data.preferences example_model_solutions.jsonl pairs.jsonl
 
@@ -21,38 +22,43 @@ import sys
 
 import torch
 
+from data import stories
 from data.evaluation import sample_responses
-from data.stories import gold_score, make_problem, noisy_judge
+from data.stories import noisy_judge
+from data.tasks import check_messages
+from data.tokenizer import encode_prompt
 
 KEYS = ("prompt", "chosen", "rejected")  # strings
 OPTIONAL = {"probability": (0.5, 1.0), "margin": (0.0, 1e6), "gold": (-1e6, 1e6)}
 
 
-def judge_pairs(problem, responses, rng, noise):
+def judge_pairs(problem, responses, rng, noise, task=stories):
     """All pairs of the responses to one problem, ordered by a judge who sees the gold score through Bradley-Terry
     noise (noise=0: the gold judge). -> rows as in a file of preferences, equal texts among them."""
     rows = []
     for a, b in itertools.combinations(responses, 2):
-        chosen, rejected = (a, b) if noisy_judge(problem, a, b, rng, noise) else (b, a)
-        gold = gold_score(problem, chosen) - gold_score(problem, rejected)
+        chosen, rejected = (a, b) if noisy_judge(problem, a, b, rng, noise, task.gold_score) else (b, a)
+        gold = task.gold_score(problem, chosen) - task.gold_score(problem, rejected)
         rows.append(dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=round(gold, 4)))
     return rows
 
 
-def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out=False):
+def sample_preferences(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out=False, task=stories, sample_rows=1024):
     """`pairs` comparisons of different texts that `model` says, all pairs of `samples` responses to each of so many new
-    stories. -> (rows, number of pairs that were dropped because their texts are equal: nothing is to be learned from
-    them). Fewer rows, even none, from a model that nearly always says the same. `held_out`: of evaluation stories."""
+    problems of `task`. -> (rows, number of pairs that were dropped because their texts are equal: nothing is to be learned from
+    them). Fewer rows, even none, from a model that nearly always says the same. A gold judge (noise=0) of real data only
+    tells right from wrong: what ties is dropped too. `held_out`: of evaluation problems."""
     rng, rows, dropped = random.Random(seed), [], 0
     for _ in range(20):  # rounds: some pairs of each turn out equal, of some models all of them
         if len(rows) >= pairs:
             break
-        problems = [make_problem(rng, held_out) for _ in range(max(8, (pairs - len(rows)) // samples))]
+        problems = [task.make_problem(rng, held_out) for _ in range(max(8, (pairs - len(rows)) // samples))]
         several = [problem for problem in problems for _ in range(samples)]
-        texts, _ = sample_responses(model, tokenizer, several, max_new_tokens, generator=generator)
+        texts, _ = sample_responses(model, tokenizer, several, max_new_tokens, generator=generator, rows=sample_rows)
         for i, problem in enumerate(problems):
-            for row in judge_pairs(problem, texts[i * samples : (i + 1) * samples], rng, noise):
-                if len(rows) < pairs and row["chosen"] != row["rejected"]:
+            for row in judge_pairs(problem, texts[i * samples : (i + 1) * samples], rng, noise, task):
+                tied = task is not stories and noise == 0 and row["gold"] == 0
+                if len(rows) < pairs and row["chosen"] != row["rejected"] and not tied:
                     rows.append(row)
                 elif len(rows) < pairs:
                     dropped += 1
@@ -66,18 +72,20 @@ def best_worst_pairs(scores):
 
 
 @torch.no_grad()
-def sample_best_worst(model, tokenizer, pairs, samples, judge, seed, max_new_tokens, generator, held_out=False):
-    """`pairs` comparisons of what `model` says: `samples` responses to each of so many new stories, the best and the worst
+def sample_best_worst(model, tokenizer, pairs, samples, judge, seed, max_new_tokens, generator, held_out=False,
+                      task=stories, sample_rows=1024):  # fmt: skip
+    """`pairs` comparisons of what `model` says: `samples` responses to each of so many new problems of `task`, the best and the worst
     by the scores of `judge(problems, groups of texts, rng)` (data/judges.py). -> (rows; how many stories gave none, because
     the two texts are equal, or tied). Fewer rows, even none, from a model that nearly always says the same."""
     rng, rows, dropped = random.Random(seed), [], {"equal": 0, "tied": 0}
     for _ in range(20):  # rounds: some stories of each give no pair
         if len(rows) >= pairs:
             break
-        problems = [make_problem(rng, held_out) for _ in range(max(64, pairs - len(rows)))]
+        problems = [task.make_problem(rng, held_out) for _ in range(max(64, pairs - len(rows)))]
         texts, ended = [], []
-        for i in range(0, len(problems), 512):
-            prompts = [tokenizer.encode_ordinary(p.prompt) for p in problems[i : i + 512] for _ in range(samples)]
+        several = max(1, sample_rows // 2)  # problems at once
+        for i in range(0, len(problems), several):
+            prompts = [encode_prompt(tokenizer, p.prompt) for p in problems[i : i + several] for _ in range(samples)]
             rollout = model.generate(prompts, max_new_tokens, eos=tokenizer.eot_token, generator=generator)
             texts += rollout.texts(tokenizer)
             last = rollout.ids[:, rollout.prompt_len :].gather(1, rollout.mask.sum(1, keepdim=True) - 1)  # [B, 1]
@@ -93,7 +101,7 @@ def sample_best_worst(model, tokenizer, pairs, samples, judge, seed, max_new_tok
             elif pair is None:
                 dropped["tied"] += 1
             else:
-                gold = gold_score(problem, chosen) - gold_score(problem, rejected)
+                gold = task.gold_score(problem, chosen) - task.gold_score(problem, rejected)
                 rows.append(dict(prompt=problem.prompt, chosen=chosen, rejected=rejected, gold=round(gold, 4)))
                 cut_off = [key for key, i in zip(("chosen", "rejected"), pair) if not ended[k * samples + i]]
                 if cut_off:
@@ -108,6 +116,11 @@ def write_preferences(path, rows):
     """One JSON object a line."""
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def prompt_key(prompt):
+    """What prompts are told apart by, and sorted: the text itself, or the JSON text of a chat's messages."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
 
 
 def read_preferences(path, single=False):
@@ -127,7 +140,16 @@ def read_preferences(path, single=False):
                 if not isinstance(row, dict):
                     sys.exit(f"{where}: not a JSON object")
                 alone = single and "chosen" not in row and "rejected" not in row
-                for key in ("prompt", "response") if alone else KEYS:
+                keys = ("prompt", "response") if alone else KEYS
+                if row.get("prompt") is None and row.get("messages") is not None:
+                    row["prompt"], keys = row.pop("messages"), keys[1:]
+                    if wrong := check_messages(row["prompt"]):
+                        sys.exit(f"{where}: {wrong}")
+                    if row["prompt"][-1]["role"] != "user":
+                        sys.exit(f'{where}: "messages" must end with one of the user')
+                    if any("\ud800" <= letter <= "\udfff" for m in row["prompt"] for letter in m["content"]):
+                        sys.exit(f'{where}: "messages" has half a character (a lone surrogate) in it')
+                for key in keys:
                     # a response may be empty
                     if not isinstance(row.get(key), str) or (key == "prompt" and not row[key]):
                         sys.exit(f'{where}: "{key}" is missing, empty, or not a string')

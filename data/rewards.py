@@ -1,69 +1,123 @@
-"""Verifiable rewards and their scoring: what an answer is, whether it is right, whether it is well formed, pass@k.
+r"""Verifiable rewards and their scoring: what an answer is, whether it is right, whether it is well formed, pass@k.
 
 Accuracy and format are separate functions, because they are separate rewards: a run adds them up (or not) where the
 reader can see it. Each takes the text of one response.
+
+How numbers are read. "." is the decimal point and "," parts thousands, as may a thin or no-break space or LaTeX's "\,"
+(and behind a marker an ordinary space: "#### 1 234"). Currencies, "%" and units are dropped, not converted: "20%" is 20,
+"5 million" is 5. A marked answer has to be one number: not "18 or 19", "18-20", "2 1/2", "2x" or "3\pi". Whoever is paid
+by a rule finds its gaps, so in doubt there is no reward.
 """
 
 import math
 import re
+from fractions import Fraction
 
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"  # without its sign
+_NUMBER = r"(?:(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?)"  # without its sign
+_CURRENCY = r"(?:US\$|USD\s|[$€£¥₹])"
+_DRESS = [  # what numbers are dressed in -> what is read; in this order
+    (r"[\u2212\u2010\u2011\u2013\uff0d]", "-"),  # minus, hyphens, en dash
+    (r"\\([$€£%#&])", r"\1"),
+    (r"\{,\}|,\\!", ","),
+    (r"(?<=\d)(?:\\,|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", ","),
+    (r"\^\s*(?:\{\s*)?\\circ\s*\}?", " "),
+    (r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\[,!;: ()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])", " "),
+]
+_FRACTION = r"\\[dt]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}|(\d)\s*(\d))"
+_LABEL = r"(?:the\s+)?(?:final\s+)?answer(?:\s+is)?"
+_STATED = rf"(?i:{_LABEL})?[\s:*_(≈]*([-+]?)\s*{_CURRENCY}?\s*([-+]?{_NUMBER}(?:\s*/\s*{_NUMBER})?)"
+_GOES_ON = re.compile(  # behind a number: it was only a part of a sum, a range, a list, a mixed fraction, a formula
+    rf"""\s*(?:(?:[-+*/×÷:,]|x\b|or\b|and\b|to\b)[\s(]*)?{_CURRENCY}?\s*[-+]?\.?\d  # 18 + 3, 18-20, 18 or 19, 2 1/2
+    |\s*[\\^×÷]|[_({{]     # 3\pi, 5^x, 101_2, 2(x+1)
+    |[a-zA-Z](?![a-zA-Z])  # 2x, but 2kg""",
+    re.VERBOSE,
+)
+
+
+def _undress(text):
+    if text.isascii() and "\\" not in text and "{" not in text:  # most texts, and nothing to do
+        return text
+    for pattern, plain in _DRESS:
+        text = re.sub(pattern, plain, text)
+    return text
+
+
+def _stated(text):
+    """The one number that a marked answer is (or that its equation ends in: "x = 5*3 = 15"), or None."""
+    line = re.split(r"\.(?=\s|$)|[;\n]", _undress(text).strip())[0]
+    line = re.sub(r"\s+", " ", line)  # the patterns below would try all the ways to share out a long gap
+    line = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", line)
+    for side in reversed(line.split("=")):
+        found = re.match(_STATED, side)
+        if found and not _GOES_ON.match(side, found.end()):
+            return re.sub(r"[,\s]", "", found[1] + found[2]).lstrip("+")
+    return None
+
+
+def _value(text):
+    """`text` as an exact number, or None if it is not one, or one beyond every use (which would be slow)."""
+    number = _stated(re.sub(_FRACTION, lambda found: " {}/{}".format(*filter(None, found.groups())), text)) or ""
+    top, _, bottom = number.partition("/")
+    if len(number) > 100 or re.search(r"e[-+]?\d{3}", number, re.IGNORECASE):
+        return None
+    try:
+        return Fraction(top) / Fraction(bottom or 1)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def last_number(text):
     """The last number in `text` as a plain string ("1,234.50" -> "1234.50"), or None.
 
     A sign belongs to the number unless it follows a digit or a letter ("2-5=-3" -> "-3", "2-5" -> "5"); thousands'
-    commas are dropped; a full stop that ends the sentence, "$" and "%" are not part of it.
+    commas are dropped; a full stop that ends the sentence, "$" and "%" are not part of it ("-$5" -> "-5").
     """
-    found = re.findall(rf"(?<![\w.)])[-+]?{_NUMBER}|{_NUMBER}", text)
-    return found[-1].replace(",", "").lstrip("+") if found else None
+    found = re.findall(rf"(?:((?<![\w.)])[-+])?{_CURRENCY})?((?:(?<![\w.)])[-+])?{_NUMBER})", _undress(text))
+    return "".join(found[-1]).replace(",", "").lstrip("+") if found else None
 
 
 def last_boxed(text):
     r"""The content of the last complete \boxed{...} in `text`, braces matched, or None: a box cut off in the middle
     is no answer."""
-    answer = None
-    for match in re.finditer(r"\\boxed\s*\{", text):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                answer = text[match.end() : end].strip()
-                break
+    opened, start, answer = [], -1, None  # opened: for each brace not closed yet, where its box begins, or -1
+    for brace in re.finditer(r"(\\boxed\s*)?\{|\}", text):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[1] else -1)
+        elif opened and (box := opened.pop()) > start:
+            start, answer = box, text[box : brace.start()].strip()
     return answer
 
 
 def extract_answer(text):
     r"""The final answer that a response states, as a string without commas, or None if it states none.
 
-    Looked for in this order, the last occurrence each time: \boxed{...}, "#### ...", <answer>...</answer>, and else
-    the last number. A marker that is there but cut short (an unclosed box, "####" with nothing behind it) is no
-    answer: nothing else is tried.
+    Looked for in this order, the last occurrence each time: \boxed{...}, "#### ...", <answer>...</answer>, "the answer
+    is ...", and else the last number. Text may follow the number ("#### 18 apples."). One of the first three that is
+    there but cut short (an unclosed box, "####" with nothing behind it) is no answer: nothing else is tried. What is in
+    a box or in <answer> and is no number is the answer as it stands.
     """
     if "\\boxed" in text:
         inside = last_boxed(text)
-        number = re.fullmatch(rf"(?:\\?\$)?\s*([-+]?{_NUMBER})\s*(?:\\?%)?", inside or "")
-        return number.group(1).replace(",", "").lstrip("+") if number else inside
+        return (inside and _stated(inside)) or inside or None
     if "####" in text:
-        number = re.match(rf"\s*\$?\s*([-+]?{_NUMBER})", text.rsplit("####", 1)[1])
-        return number.group(1).replace(",", "").lstrip("+") if number else None
+        return _stated(text.rsplit("####", 1)[1])
     if "<answer>" in text:
-        inside = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        return (last_number(inside[-1]) or inside[-1].strip() or None) if inside else None
-    return last_number(text)
+        inside = text.rpartition("</answer>")[0].rpartition("<answer>")[2].strip()
+        alone = re.findall(_NUMBER, _undress(inside))
+        return _stated(inside) or (last_number(inside) if len(alone) == 1 else inside) or None
+    said = re.split(r"(?i)\banswer\s+is\b|\bfinal\s+answer:", text)
+    return (_stated(said[-1]) if len(said) > 1 else None) or last_number(text)
 
 
 def accuracy_reward(response, answer):
-    """1.0 if the answer that `response` states equals `answer` (as numbers where both are, else as text), otherwise
-    0.0."""
-    stated = extract_answer(response)
+    """1.0 if the answer that `response` states equals `answer`, otherwise 0.0. Numbers are compared as exact fractions
+    ("18.00" is 18, "0.5" is 1/2, and no two long integers are the same by rounding), anything else as text."""
+    stated, answer = extract_answer(response), str(answer).strip()
     if stated is None:
         return 0.0
-    try:
-        return float(float(stated) == float(str(answer).replace(",", "")))
-    except ValueError:
-        return float(stated.strip() == str(answer).strip())
+    right = _value(answer)
+    return float(stated == answer or (right is not None and right == _value(stated)))
 
 
 def format_reward(response, marker=None):

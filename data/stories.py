@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 from data.rewards import accuracy_reward, format_reward
 
+NAME = "stories"
 EVENTS = 6  # things that happen in one story
 MAX_CHANGE = 4  # one event adds or takes away at most this
 MAX_OWNED = 20  # nobody ever owns more than this, or less than 1
@@ -182,6 +183,21 @@ def held_out_problems(n, seed=0):
     return list(problems.values())
 
 
+def training_problems():
+    """500 training stories, always the same: among them are some as long as they come."""
+    return [make_problem(random.Random(i)) for i in range(500)]
+
+
+def demonstrations():
+    """500 training demonstrations, always the same."""
+    return [sft_example(random.Random(i)) for i in range(500)]
+
+
+def held_out_demonstrations(n):
+    """None: what was learned shows better in the answers to held-out stories."""
+    return []
+
+
 def habit(response):
     """ "worked" if a response shows running totals (a slip does), else "direct": to count what a model does."""
     return "worked" if "->" in response else "direct"
@@ -203,10 +219,10 @@ def gold_score(problem, response):
     return score - 0.01 * extra
 
 
-def noisy_judge(problem, response_a, response_b, rng, noise):
-    """Whether a judge who sees `gold_score` through Bradley-Terry noise prefers a: P(a) = sigmoid((gold_a - gold_b) /
+def noisy_judge(problem, response_a, response_b, rng, noise, gold=gold_score):
+    """Whether a judge who sees the gold score through Bradley-Terry noise prefers a: P(a) = sigmoid((gold_a - gold_b) /
     noise). noise=0 is the gold judge, with ties broken by a coin."""
-    gap = gold_score(problem, response_a) - gold_score(problem, response_b)
+    gap = gold(problem, response_a) - gold(problem, response_b)
     if noise == 0:
         return rng.random() < 0.5 if gap == 0 else gap > 0
     return rng.random() < 1 / (1 + math.exp(min(-gap / noise, 700)))
