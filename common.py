@@ -541,7 +541,7 @@ class Run:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        lines = self.metrics()
+        lines = self._metrics()  # this is rank 0 alone
         figure, axes = plt.subplots(1, len(keys), figsize=(3.6 * len(keys), 2.8), layout="constrained")
         for axis, key in zip(axes, keys):
             x, *ys = key if isinstance(key, tuple) else ("step", key)

@@ -1,5 +1,7 @@
 """Held-out accuracy: sample from a model, check the answers."""
 
+import math
+
 from data.rewards import accuracy_reward, pass_at_k
 from data.stories import habit
 from data.tokenizer import encode_prompt
@@ -60,11 +62,12 @@ def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=No
     groups = [texts[i : i + samples] for i in range(0, len(texts), samples)]
     groups = (reward or verify)(problems, groups)
     right = [r for group in groups for r in group]
+    known = [r for r in right if not math.isnan(r)]  # a reward of yours may not be able to say
     worked = [habit(text) == "worked" for text in texts]
     mean = lambda values: sum(values) / len(values) if values else float("nan")  # noqa: E731
     correct = [sum(r > 0 for r in group) for group in groups]
     return {
-        "accuracy": mean(right),
+        "accuracy": mean(known),
         "length": mean(lengths),
         "worked": mean(worked),
         "worked_accuracy": mean([r for r, w in zip(right, worked) if w]),

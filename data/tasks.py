@@ -10,6 +10,7 @@ GSM8K (--task gsm8k) or a file of your own (--data), one JSON object a line:
 A row may have both, and more keys: a reward of yours is given the whole row.
 """
 
+import copy
 import importlib.util
 import json
 import math
@@ -26,6 +27,7 @@ from data.rewards import accuracy_reward
 from data.tokenizer import encode_prompt
 
 HELD_OUT_ONE_IN = 10  # prompts of a file
+MODULE = "user_reward"  # what the file of --reward is called in sys.modules
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,12 @@ def split(problems, path):
     return [p for p in problems if show(p.prompt) not in others], held_out
 
 
+def _short(value):
+    """Any value, in the short form and the one line that an error message has room for."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def check_messages(messages):
     """What is wrong with the messages of a chat, or None. They may end with the user's or the assistant's."""
     if not isinstance(messages, list) or not messages:
@@ -142,7 +150,9 @@ def check_messages(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             return f'message {i + 1} is not {{"role": ..., "content": "..."}}'
         if message.get("role") not in ("system", "user", "assistant"):
-            return f'message {i + 1} has role {message.get("role")!r}, must be "system", "user" or "assistant"'
+            return f'message {i + 1} has role {_short(message.get("role"))}, must be "system", "user" or "assistant"'
+        if not message["content"].strip() and message["role"] != "system":
+            return f"message {i + 1} is empty"
     return None
 
 
@@ -151,46 +161,49 @@ def read_rows(path, need=""):
     and reason if there is none, or one is malformed or lacks what is needed."""
     problems = []
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, "rb") as file:  # bytes, as text is decoded in blocks: then nobody knows which line is not UTF-8
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        problems.append(_problem(json.loads(line), number, need))
-                    except (ValueError, RecursionError) as problem:
-                        kind = "not JSON: " if isinstance(problem, (json.JSONDecodeError, RecursionError)) else ""
-                        sys.exit(f"{path}, line {number}: {kind}{problem}")
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    if text.strip():
+                        problems.append(_problem(json.loads(text), number, need))
+                except UnicodeDecodeError as problem:
+                    sys.exit(f"{path}, line {number}: not UTF-8: {problem.reason} at byte {problem.start} of the line")
+                except (ValueError, RecursionError) as problem:
+                    kind = "not JSON: " if isinstance(problem, (json.JSONDecodeError, RecursionError)) else ""
+                    sys.exit(f"{path}, line {number}: {kind}{problem}")
     except OSError as problem:
         sys.exit(f"{path}: {problem.strerror}")
-    except UnicodeDecodeError as problem:
-        sys.exit(f"{path}: not UTF-8: {problem.reason} at byte {problem.start}")
     if not problems:
         sys.exit(f"{path}: no rows in it")
     return problems
 
 
 def _problem(row, number, need):
-    """One row as a Problem. Raises ValueError with what is wrong."""
+    """One row as a Problem; what is null counts as not said. Raises ValueError with what is wrong."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    if "prompt" in row and "messages" in row:
-        raise ValueError('both "prompt" and "messages": one of them is enough')
     prompt, response, answer = row.get("prompt"), row.get("response"), row.get("answer")
-    if "messages" in row:
+    if row.get("messages") is not None:
+        if prompt is not None:
+            raise ValueError('both "prompt" and "messages": one of them is enough')
         prompt = row["messages"]
         if wrong := check_messages(prompt):
             raise ValueError(wrong)
         if prompt[-1]["role"] == "assistant" and response is None:  # the demonstration
             prompt, response = prompt[:-1], prompt[-1]["content"]
         if not prompt or prompt[-1]["role"] != "user":
-            raise ValueError('"messages" do not end with the user\'s (or, as a demonstration, the assistant\'s answer to it)')
-    elif not isinstance(prompt, str) or not prompt:
+            raise ValueError(
+                "\"messages\" do not end with the user's (or, as a demonstration, the assistant's answer to it)"
+            )
+    elif not isinstance(prompt, str) or not prompt.strip():
         raise ValueError('"prompt" is missing, empty, or not a string')
-    if type(answer) in (int, float):  # 18.0 -> "18"
-        answer = str(int(answer)) if math.isfinite(answer) and answer == int(answer) else str(answer)
+    if type(answer) is int or (type(answer) is float and math.isfinite(answer)):  # true is neither; 18.0 -> "18"
+        answer = str(int(answer) if answer == int(answer) else answer)
     for key, value in (("response", response), ("answer", answer)):
         if value is None and key != need:
             continue
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not value.strip():
             raise ValueError(f'"{key}" is missing, empty, or not a string' + " or a number" * (key == "answer"))
     for text in (show(prompt), response or "", answer or ""):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -217,28 +230,44 @@ def get_reward(spec, path=""):
     def reward(problems, groups):
         scores = []
         for problem, texts in zip(problems, groups):
-            row = dict(getattr(problem, "row", None) or {"prompt": problem.prompt, "answer": problem.answer})
-            where = f"line {row['line']} of {path}" if path and "line" in row else repr(show(problem.prompt)[:60])
+            row = getattr(problem, "row", None) or {"prompt": problem.prompt, "answer": problem.answer}
+            where = f"line {row['line']} of {path}" if path and "line" in row else _short(show(problem.prompt))
             try:
-                found = list(score(list(texts), row))
-                found = [value.item() if hasattr(value, "item") else value for value in found]  # of torch or numpy
-            except KeyboardInterrupt:
-                raise
-            except BaseException as caught:  # SystemExit of a library, too
-                frames = traceback.extract_tb(caught.__traceback__)
-                mine = [f for f in frames if os.path.basename(f.filename) == os.path.basename(spec.rpartition(":")[0])]
-                place = f" ({os.path.basename(mine[-1].filename)}, line {mine[-1].lineno})" if mine else ""
-                said = " ".join(str(caught).split())[:200]
-                raise RewardError(f"--reward {spec} failed on {where}: {type(caught).__name__}: {said}{place}") from None
+                # copies: what it does to them must not reach the next step
+                found = _numbers(score(list(texts), copy.deepcopy(row)))
+            except (Exception, SystemExit) as caught:
+                raise RewardError(f"--reward {spec} failed on {where}: {_said(caught, spec)}") from None
+            if not isinstance(found, list):
+                raise RewardError(f"--reward {spec} returned {_short(found)} on {where}: must be a list of numbers")
             if len(found) != len(texts):
                 raise RewardError(f"--reward {spec} gave {len(found)} numbers for {len(texts)} responses on {where}")
             for value in found:
-                if not isinstance(value, (bool, int, float)) or math.isinf(value):
-                    raise RewardError(f"--reward {spec} gave {value!r} on {where}: must be a finite number, or NaN")
+                # an integer too long for a float is as bad as an infinite one
+                if not isinstance(value, (bool, int, float)) or abs(value) > sys.float_info.max:
+                    said = f"gave {_short(value)} on {where}: must be a finite number, or NaN"
+                    raise RewardError(f"--reward {spec} {said}")
             scores.append([float(value) for value in found])
         return scores
 
     return reward
+
+
+def _numbers(found):
+    """What a reward returned, as a list of plain numbers: a list, a tuple, or an array of torch or numpy may hold them.
+    Anything else is returned as it is (a set has lost its order, a dictionary's keys are no scores)."""
+    if hasattr(found, "tolist"):
+        return found.tolist()
+    if not isinstance(found, (list, tuple)):
+        return found
+    return [value.item() if hasattr(value, "item") else value for value in found]
+
+
+def _said(problem, spec):
+    """An exception out of the user's file as one line: type, message, and the last line of that file it went through."""
+    path = os.path.abspath(spec.rpartition(":")[0])
+    said = " ".join(f"{type(problem).__name__}: {problem}".split()).removesuffix(":")
+    lines = [f.lineno for f in traceback.extract_tb(problem.__traceback__) if os.path.abspath(f.filename) == path]
+    return said[:200] + (f" ({os.path.basename(path)}, line {lines[-1]})" if lines else "")
 
 
 def load_function(spec):
@@ -249,15 +278,14 @@ def load_function(spec):
         sys.exit(f"--reward {spec}: must be a file and a function in it, as in my_reward.py:score")
     if not os.path.isfile(path):
         sys.exit(f"--reward {spec}: there is no file {path}")
-    module = importlib.util.module_from_spec(described := importlib.util.spec_from_file_location("user_reward", path))
-    sys.path.append(os.path.dirname(os.path.abspath(path)))
+    described = importlib.util.spec_from_file_location(MODULE, os.path.abspath(path))
+    module = importlib.util.module_from_spec(described)
+    sys.modules[MODULE] = module  # where dataclasses and pickle look for it
+    sys.path.append(os.path.dirname(os.path.abspath(path)))  # at the end: no file of the user's hides one of ours
     try:
         described.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as problem:
-        said = " ".join(str(problem).split())[:200]
-        sys.exit(f"--reward {spec}: {path} cannot be loaded: {type(problem).__name__}: {said}")
+    except (Exception, SystemExit) as problem:
+        sys.exit(f"--reward {spec}: {path} cannot be loaded: {_said(problem, spec)}")
     if not callable(getattr(module, name, None)):
         sys.exit(f"--reward {spec}: there is no function {name} in {path}")
     return getattr(module, name)

@@ -37,10 +37,10 @@ def family(name, tied, heads=2):
     for parameter_name, p in model.named_parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p, std=1.0 if "wpe" in parameter_name else 0.25)
-        elif "norm" in parameter_name or "ln_" in parameter_name:
+        elif ("norm" in parameter_name or "ln_" in parameter_name) and "bias" not in parameter_name:
             torch.nn.init.normal_(p, mean=1.0, std=0.3)
-        else:
-            torch.nn.init.normal_(p, std=0.3)
+        else:  # a large bias of the last norm would decide what is said, whatever was said before
+            torch.nn.init.normal_(p, std=0.02 if "ln_f" in parameter_name else 0.3)
     if tied:
         model.tie_weights()
     return model
