@@ -41,7 +41,7 @@ from pretrained import is_pretrained
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 COLUMNS = {  # how a metric is printed: key -> (heading, format)
-    "loss": ("loss", ".4f"), "reward": ("reward", ".3f"), "accuracy": ("accuracy", ".3f"), "length": ("length", ".1f"),
+    "loss": ("loss", ".4f"), "held_out_loss": ("held-out", ".4f"), "reward": ("reward", ".3f"), "accuracy": ("accuracy", ".3f"), "length": ("length", ".1f"),
     "kl": ("kl", ".4f"), "entropy": ("entropy", ".3f"), "clip_fraction": ("clip", ".3f"), "zero_variance": ("zero-var", ".2f"),
     "held_out_reward": ("proxy", ".3f"), "gold": ("gold", ".3f"), "approx_kl": ("approx", ".4f"), "explained_variance": ("expl.var", ".2f"),
     "margin": ("margin", ".3f"), "preference_accuracy": ("judge", ".3f"), "gold_accuracy": ("gold", ".3f"),
@@ -166,7 +166,9 @@ def _collective(operation, *args):
         operation(*args)
     except RuntimeError as problem:
         reason = str(problem).splitlines()[0][:150]
-        sys.exit(f"rank {RANK}: another process of this run has died ({reason}). --resume goes on from the last checkpoint")
+        sys.stderr.write(f"rank {RANK}: another process of this run has died; --resume goes on from the last checkpoint ({reason})\n")
+        sys.stderr.flush()
+        os._exit(1)  # an orderly exit would wait for it
 
 
 def sum_over_ranks(value):

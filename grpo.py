@@ -44,7 +44,7 @@ import torch
 
 import common
 import memory
-from data import encode_prompt
+from data import encode_prompt, stories
 from data.evaluation import evaluate, require_room, sample_responses
 from data.tasks import RewardError, drop_long_prompts, get_reward, get_task, show
 from gpt import Rollout, load, to_slots
@@ -425,8 +425,11 @@ def main(config):
   accuracy (pass@1)  {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}   a single sample at temperature 1
   {k:<17}  {first[k]:.3f} -> {last.get(k, float("nan")):.3f}   at least one right of {k[5:]} samples: what the model could do all along
   response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}
-  {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
-next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.out, "dr_grpo")}""")
+  {run.path}, {run.folder}/samples.md (the same {len(held_out[:6])} {task.NAME} before, during and after), {run.folder}/metrics.jsonl""")
+    if all(line.get("zero_variance", 1) == 1 for line in run.metrics()):
+        print("nothing was learned: in no group did one response earn more than another. Start from a model that is sometimes right")
+    if task is stories:
+        print(f"next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.out, 'dr_grpo')}")
 
 
 if __name__ == "__main__":

@@ -540,7 +540,7 @@ def main(config):
         evaluate, last = step % config.eval_every == 0, step == config.steps
         best = False
         if evaluate or last or step % config.log_every == 0:
-            golds = [line["gold"] for line in run.metrics() if "gold" in line]
+            golds = [line["gold"] for line in run.metrics() if "gold" in line] or [float("-inf")]
             found = measure(step, config.samples if last else 1) if evaluate or last else {}
             best = config.stop_on_gold and "gold" in found and found["gold"] > max(golds)
             run.log(
@@ -557,16 +557,15 @@ def main(config):
     # 7. What happened
     few = os.path.join(config.out, "few")
     run.plot("accuracy", "held_out_length", ("sqrt_kl", "held_out_reward", "gold"), "entropy")
-    measured = [line for line in run.metrics() if "gold" in line]
-    first, last, peak = measured[0], measured[-1], max(measured, key=lambda line: line["gold"])
+    measured = [line for line in run.metrics() if "held_out_reward" in line]
+    first, last, peak = measured[0], measured[-1], max(measured, key=lambda line: line.get("gold", 0.0))
+    best = f"what it is worth; best was {peak['gold']:.3f} at step {peak['step']}" if "gold" in peak else ""
+    meaning = f"the mean of --reward {config.reward}"
+    if not config.reward:
+        meaning = "what the reward model thinks (0 and 1: mean and std of the SFT model's)"
     lines = [
-        (
-            "proxy reward",
-            "held_out_reward",
-            "+.3f",
-            "what the reward model thinks (0 and 1: mean and std of the SFT model's)",
-        ),
-        ("gold score", "gold", ".3f", f"what it is worth; best was {peak['gold']:.3f} at step {peak['step']}"),
+        ("reward" if config.reward else "proxy reward", "held_out_reward", "+.3f", meaning),
+        ("gold score", "gold", ".3f", best),
         ("accuracy (pass@1)", "accuracy", ".3f", "a single sample at temperature 1"),
         ("KL to reference", "held_out_kl", ".3f", "nats per response"),
         ("response length", "held_out_length", ".1f", "tokens"),
@@ -575,9 +574,16 @@ def main(config):
         f"\nPPO: {last['step']} steps of {config.prompts} responses in {last['seconds']:.0f} seconds; on {len(held_out)} held-out problems:"
     )
     for name, key, form, meaning in lines:
+        if key not in last:  # no answers to check
+            continue
         print(f"  {name:<18}{format(first[key], form):>7} -> {format(last[key], form):>7}   {meaning}")
-    print(f"""  {run.path}, {run.folder}/samples.md (the same six stories before, during and after), {run.folder}/metrics.jsonl
-next: python reward_model.py --pairs 100 --init {init} --out {few} && python ppo.py --beta 0 --init {init} --out {few}""")
+    print(
+        f"  {run.path}, {run.folder}/samples.md (the same {len(held_out[:6])} {task.NAME} before, during and after), "
+        f"{run.folder}/metrics.jsonl"
+    )
+    if task is stories:
+        next_one = f"python reward_model.py --pairs 100 --init {init} --out {few} && python ppo.py --beta 0 --init {init} --out {few}"
+        print(f"next: {next_one}")
 
 
 if __name__ == "__main__":

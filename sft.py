@@ -29,7 +29,7 @@ import torch
 
 import common
 import memory
-from data import encode_prompt
+from data import encode_prompt, stories
 from data.evaluation import evaluate, habits, require_room
 from data.tasks import get_task
 from gpt import load, right_pad
@@ -186,14 +186,16 @@ def main(config):
     # what it learned
     run.plot("loss", "grad_norm")
     scores, first = final or held_out_scores(), run.metrics()[0]
-    print(f"\n{run.path}: {config.steps} steps in {run.metrics()[-1]['seconds']:.0f} seconds.", end="")
+    print(f"\n{run.path}: {config.steps} steps in {run.metrics()[-1]['seconds']:.0f} seconds.", end=" ")
     if others[0]:
-        n = len(others[0])
-        print(f" On {n} held-out demonstrations:\n  loss {first['held_out_loss']:.4f} -> {scores['held_out_loss']:.4f}", end="")
+        print(f"On {len(others[0])} held-out demonstrations:")
+        print(f"  loss {first['held_out_loss']:.4f} -> {scores['held_out_loss']:.4f}")
     if held_out:
-        print(f" Sampled on {len(held_out)} held-out {task.NAME}:\n{habits(scores)}")
-        print(f"  accuracy (pass@1) {first['accuracy']:.3f} -> {scores['accuracy']:.3f}", end="")
-    print(f"\nnext: {common.next_command('grpo', config, run.path)}")
+        print(f"Sampled on {len(held_out)} held-out {task.NAME}:")
+        if task is stories:
+            print(habits(scores))
+        print(f"  accuracy (pass@1) {first['accuracy']:.3f} -> {scores['accuracy']:.3f}")
+    print(f"next: {common.next_command('grpo', config, run.path)}")
 
 
 if __name__ == "__main__":
