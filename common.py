@@ -90,7 +90,8 @@ def parse(Config, doc, real=None, argv=None):
 
     parser.error = error
     given = parser.parse_args(argv)
-    if getattr(given, "task", "stories") != "stories" or given.__dict__.get("data") or is_pretrained(given.__dict__.get("init") or ""):
+    task, data, init, estimate = (getattr(given, name, "") for name in ("task", "data", "init", "estimate"))
+    if task not in ("", "stories") or data or estimate or is_pretrained(init):
         parser.set_defaults(**real)
         given = parser.parse_args(argv)
     values = vars(given)

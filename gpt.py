@@ -575,13 +575,13 @@ def load(config, earlier):
     init = config.init or os.path.join(config.out, {"gpt": "base"}.get(earlier, earlier) + ".pt")
     if not config.init and not config.resume:
         common.make_if_missing(earlier, init, config)
-    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.float32
+    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.get_default_dtype()  # float32
     as_stored = config.dtype == "auto" and "cuda" in config.device
     try:
         folder = common.on_rank_0(find_folder, init) if is_pretrained(init) else None
         checkpoint = None if folder else common.load_checkpoint(init)
         settings = {"tokenizer": str(folder)} if folder else checkpoint["config"]
-        config.tokenizer = config.tokenizer or settings["tokenizer"] or "stories"
+        config.tokenizer = config.tokenizer or settings.get("tokenizer") or "stories"
         config.chat = config.chat or settings.get("chat") or "none"
         tokenizer = get_tokenizer(config.tokenizer, config.chat.replace("none", ""))
         if folder:

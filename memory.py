@@ -70,7 +70,8 @@ def load_of(script, config, prompt=PROMPT):
     elif script == "grpo":
         load.frozen = int(config.beta > 0)
         load.sampled = max(config.prompts * config.group_size, config.sample_rows)
-    load.sampled_prompts = load.sampled // {"grpo": config.group_size, "dpo": config.samples}.get(script, 1)
+    answers = config.group_size if script == "grpo" else config.samples if script == "dpo" else 1  # to one prompt
+    load.sampled_prompts = max(1, load.sampled // answers)
     return load
 
 
@@ -123,6 +124,8 @@ def estimate(c, load, size=4, recompute=False):
     }
     layer, kept = saved_by_layer(c, load)
     activations = (c.n_layer * kept + layer if recompute else c.n_layer * layer) * size
+    # while a block goes backward, the gradients of what its c_fc gave and of what became of it
+    activations += 2 * load.rows * (load.prompt + load.response) * c.n_inner * (2 if c.mlp == "swiglu" else 1) * size
     tokens = min(load.rows * load.response, CHUNK_TOKENS) if load.head else 0
     # the logits of a chunk, in their place their gradient; and the gradient of the head, before it is added to the others
     head = tokens * V * 4 + load.head * V * c.n_embd * 4

@@ -348,6 +348,9 @@ class Catch:
     def zero_grad(self):
         self.policy.zero_grad()
 
+    def parameters(self):
+        return self.policy.parameters()
+
 
 @pytest.fixture
 def float64(monkeypatch):
@@ -451,7 +454,7 @@ def test_the_reference_is_asked_once_and_not_at_all_without_one(monkeypatch):
         dpo.ask_reference(reference, data, config)
         assert sum(asked) == (5 if loss == "dpo" else 0)  # 20 responses, 4 at a time
         for step in range(3):
-            dpo.update(policy, torch.optim.SGD(policy.parameters(), lr=0.1), data, step, ("order",), config)
+            dpo.update(policy, common.AdamW(policy.parameters(), lr=0.01), data, step, ("order",), config)
         assert sum(asked) == (5 if loss == "dpo" else 0)
 
 
@@ -603,9 +606,11 @@ def test_which_pairs_are_sampled_and_which_are_dropped():
 @pytest.mark.parametrize("held_out", [False, True])
 def test_pairs_are_of_stories_of_the_right_side(monkeypatch, held_out):
     drawn, plain = [], stories.make_problem
-    monkeypatch.setattr(preferences, "make_problem", lambda *args: drawn.append(plain(*args)) or drawn[-1])
+    monkeypatch.setattr(stories, "make_problem", lambda *args: drawn.append(plain(*args)) or drawn[-1])
     model = Told(lambda prompt, k: f" #### {k}")
-    dpo.sample_pairs(model, 30, ("x",), digit_config(max_new_tokens=16), get_tokenizer(), None, None, held_out)
+    dpo.sample_pairs(
+        model, 30, ("x",), digit_config(max_new_tokens=16), get_tokenizer(), None, None, held_out=held_out
+    )
     assert len(drawn) >= 30 and all(stories.is_held_out(p.start, p.events) == held_out for p in drawn)
 
 
@@ -709,12 +714,7 @@ class PairWorld(DigitWorld):
 
 def world(tmp_path, monkeypatch, seed, model=None, **options):
     """dpo.py on digits: the prompt is two of them, right is the larger one, then stop. The SFT model says anything."""
-    monkeypatch.setattr(dpo, "get_tokenizer", lambda name: DIGITS)
-    monkeypatch.setattr(dpo, "accuracy_reward", lambda text, answer: float(text == answer))
-    monkeypatch.setattr(dpo, "stories", PairWorld)
-    monkeypatch.setattr(preferences, "make_problem", PairWorld.make_problem)
-    for module in (preferences, judges):
-        monkeypatch.setattr(module, "gold_score", PairWorld.gold_score)
+    PairWorld.in_place_of_stories(monkeypatch, dpo)
     model = model or digit_model(seed)
     checkpoint = dict(script="sft", step=1, steps=1, config={}, tokenizer=common.fingerprint(DIGITS),
                       model=model.state_dict(), model_config=dataclasses.asdict(model.config))  # fmt: skip

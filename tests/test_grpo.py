@@ -234,13 +234,34 @@ class Pair:
 class DigitWorld:
     """Stands in for data/stories.py."""
 
+    NAME = "digits"
+
     @staticmethod
     def make_problem(rng):
         return Pair(f"{rng.randrange(6)}{rng.randrange(6)}")
 
+    @classmethod
+    def training_problems(cls):
+        return [cls.make_problem(random.Random(i)) for i in range(500)]
+
+    @staticmethod
+    def gold_score(problem, text):
+        return float(text == problem.answer)
+
     @staticmethod
     def held_out_problems(n):
         return [Pair(f"{i % 6}{i // 6 % 6}") for i in range(n)]
+
+    @classmethod
+    def in_place_of_stories(cls, monkeypatch, script):
+        """The script works on digits."""
+        monkeypatch.setattr(gpt, "get_tokenizer", lambda name, chat="": DIGITS)
+        monkeypatch.setattr(script, "get_task", lambda *args: cls)
+        monkeypatch.setattr(script, "drop_long_prompts", lambda *args: None)
+        exact = lambda text, answer: float(text == answer)  # noqa: E731
+        monkeypatch.setattr("data.evaluation.accuracy_reward", exact)
+        if hasattr(script, "accuracy_reward"):
+            monkeypatch.setattr(script, "accuracy_reward", exact)
 
 
 def babbler(seed):
@@ -294,11 +315,7 @@ def test_learning(tmp_path, monkeypatch, mutant, seed):
     model = babbler(seed)
     config = grpo.Config(seed=seed, steps=120, out=str(tmp_path), device="cpu", init=str(tmp_path / "init.pt"), max_new_tokens=4, lr=2e-3, minibatches=1,
                          evaluate=36, pass_k=16, eval_every=1000, log_every=1000, save_every=1000, variant="dr_grpo", beta=0.1, kl="exact")  # fmt: skip
-    monkeypatch.setattr(grpo, "get_tokenizer", lambda name: DIGITS)
-    monkeypatch.setattr(grpo, "stories", DigitWorld)
-    exact = lambda text, answer: float(text == answer)  # noqa: E731
-    monkeypatch.setattr(grpo, "accuracy_reward", exact)
-    monkeypatch.setattr("data.evaluation.accuracy_reward", exact)
+    DigitWorld.in_place_of_stories(monkeypatch, grpo)
     if mutant == "sign flipped":
         right = grpo.group_advantages
         monkeypatch.setattr(grpo, "group_advantages", lambda *args, **kw: -right(*args, **kw))

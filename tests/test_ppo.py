@@ -265,12 +265,7 @@ def test_the_optimum_is_the_reference_tilted_by_the_reward(seed):
 def world(tmp_path, monkeypatch, seed, score=None, ensemble=1, **options):
     """ppo.py on digits: the prompt is two of them, right is the larger one, then stop. The reward model is either a real
     one, with random weights, or replaced by `score`."""
-    monkeypatch.setattr(ppo, "get_tokenizer", lambda name: DIGITS)
-    monkeypatch.setattr(ppo, "accuracy_reward", lambda text, answer: float(text == answer))
-    monkeypatch.setattr(
-        DigitWorld, "gold_score", staticmethod(lambda problem, text: float(text == problem.answer)), raising=False
-    )
-    monkeypatch.setattr(ppo, "stories", DigitWorld)
+    DigitWorld.in_place_of_stories(monkeypatch, ppo)
     torch.manual_seed(seed)
     model = babbler(seed) if score else GPT(GPTConfig(7, 8, 1, 2, 32))
     rewards = RewardModel(model.config, ensemble)
@@ -427,7 +422,9 @@ def test_a_lesson_teaches_the_reward_model_and_keeps_its_scale(tmp_path, monkeyp
         if a != b
     ]
     asked = []
-    monkeypatch.setattr(ppo, "sample_preferences", lambda policy, tokenizer, *args: asked.append(args) or (rows, 0))
+    monkeypatch.setattr(
+        ppo, "sample_preferences", lambda policy, tokenizer, *args, **kw: asked.append(args) or (rows, 0)
+    )
     _, checkpoint = world(tmp_path, monkeypatch, 0, steps=5, prompts=16, lr=1e-2, refresh=2, refresh_pairs=30)
     assert [args[:3] for args in asked] == [(30, 4, 1.5)] * 2 and not any(
         args[6:] for args in asked if len(args) > 6

@@ -108,7 +108,8 @@ def test_members_learn_apart(model):
             seen.append([p.grad.clone() for p in (*model.trunks[1].parameters(), *model.heads[1].parameters())])
 
     for first in (a, b):
-        reward_model.update(model, Look(model.parameters(), lr=0.0), [first, b], 0.0, config)
+        members = [[*trunk.parameters(), *head.parameters()] for trunk, head in zip(model.trunks, model.heads)]
+        reward_model.update(model, Look([dict(params=m) for m in members], lr=0.0), [first, b], 0.0, config)
     assert all(torch.equal(x, y) for x, y in zip(*seen)) and any(x.ne(0).any() for x in seen[0])
 
 
@@ -292,7 +293,7 @@ def test_the_script_trains_on_training_stories_and_tests_on_held_out_ones(tmp_pa
         problem = stories.make_problem(start)
         made.append(dict(prompt=problem.prompt, chosen=f" #### {len(made)}", rejected=" -> 1", gold=gold))
 
-    def sampled(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out):
+    def sampled(model, tokenizer, pairs, samples, noise, seed, max_new_tokens, generator, held_out, *rest):
         calls.append((pairs, samples, noise, held_out))
         return (made[20:], 7) if held_out else (made[:20], 5)
 
