@@ -51,7 +51,7 @@ COLUMNS = {  # how a metric is printed: key -> (heading, format)
 }  # fmt: skip
 
 
-def parse(Config, doc, real=None, argv=None):
+def parse(Config, doc, argv=None, real=None):
     """The command line as a Config: one flag per dataclass field, the comment behind a field is its help. Any mistake
     ends the program with one line that names the flag, and exit code 2. A Config raises ValueError for values
     that cannot be. `real`: other defaults, for a pretrained --init, a --task that is not the stories, or --data."""

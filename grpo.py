@@ -433,4 +433,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__, REAL))
+    main(common.parse(Config, __doc__, real=REAL))

@@ -251,7 +251,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden):
-        return super().forward(hidden)[..., 0]
+        return super().forward(hidden.to(self.weight.dtype))[..., 0]  # in float32, whatever the model's dtype
 
 
 class AdaptiveKL:
@@ -510,7 +510,7 @@ def main(config):
             if config.ptx:
                 rng = random.Random(common.seed_of("ptx", config.seed, step, updates))
                 documents = [
-                    tokenizer.encode_ordinary("".join(stories.base_document(rng))) + [tokenizer.eot_token]
+                    tokenizer.encode_ordinary("".join(task.base_document(rng))) + [tokenizer.eot_token]
                     for _ in range(config.ptx_documents)
                 ]
                 n_targets = sum(map(len, documents)) - len(documents)
@@ -587,4 +587,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(common.parse(Config, __doc__, REAL))
+    main(common.parse(Config, __doc__, real=REAL))

@@ -266,14 +266,14 @@ def llama3_prompt(tokenizer, messages):
 
 
 def encode_prompt(tokenizer, prompt):
-    """A prompt as token ids: a text, or the messages of a chat. With a chat format a text is what the user says. Raises
-    ValueError for messages without one."""
+    """A prompt as token ids: a text, or the messages of a chat. With a chat format a text is what the user says. Ends
+    the program with one line for messages without one."""
     chat = getattr(tokenizer, "chat", "")
     if chat:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return {"chatml": chatml_prompt, "llama3": llama3_prompt}[chat](tokenizer, messages)
     if not isinstance(prompt, str):
-        raise ValueError("a prompt is a chat (messages): --chat chatml or --chat llama3 says how it is written")
+        raise SystemExit("a prompt is a chat (messages): --chat chatml or --chat llama3 says how it is written")
     bos = getattr(tokenizer, "bos_token", None)
     return ([] if bos is None else [bos]) + tokenizer.encode_ordinary(prompt)
 

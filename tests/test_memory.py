@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 import common
 module, status = __import__(sys.argv[1]), lambda key: int(open("/proc/self/status").read().split(key + ":")[1].split()[0])
 for model in ("tiny", "model"):
-    config = common.parse(module.Config, "", module.REAL, [*sys.argv[2:], "--init", model, "--out", model + ".out"])
+    config = common.parse(module.Config, "", real=module.REAL, argv=[*sys.argv[2:], "--init", model, "--out", model + ".out"])
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")

@@ -44,7 +44,7 @@ for name, path, *flags in jobs:
     module = __import__(name)
     if name == "grpo":
         module.get_reward = lambda *args: score
-    module.main(common.parse(module.Config, "", None, flags))
+    module.main(common.parse(module.Config, "", flags))
     if common.RANK == 0:
         torch.save(seen, path)
 """
@@ -123,7 +123,7 @@ from dataclasses import dataclass
 class Config:
     device: str = "cpu"
     tokenizer: str = ""
-common.parse(Config, "", None, [])
+common.parse(Config, "", [])
 saved = common.load_checkpoint({str(folder / "one/sft.pt")!r})
 model = gpt.GPT(gpt.GPTConfig(**saved["model_config"]))
 model.load_state_dict(saved["model"])
