@@ -517,7 +517,7 @@ def test_a_start_that_fails_displaces_nothing(chain, tmp_path):
 def test_dynamic_sampling_that_finds_nothing(chain, tmp_path, monkeypatch):
     """Every group fails: no update, no crash, and no made-up statistics in the log."""
     out = start_from(chain, tmp_path, "grpo")
-    monkeypatch.setattr(grpo, "accuracy_reward", lambda *_: 0.0)
+    monkeypatch.setattr("data.evaluation.accuracy_reward", lambda *_: 0.0)
     main(grpo, out, variant="dapo", **TINY["grpo"][1])
     for line in metrics(out, "grpo")[1:]:
         assert line["zero_variance"] == 1.0 and line["reward"] == 0.0 and "loss" not in line and "kl" not in line
