@@ -34,6 +34,7 @@ separate sampling engine and its importance weights, tool calls, process rewards
 """
 
 import copy
+import math
 import os
 import random
 import time
@@ -290,7 +291,7 @@ def main(config):
     optimizer = common.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0)
     held_out = task.held_out_problems(config.evaluate)
     require_room(policy, tokenizer, held_out + task.training_problems(), config.max_new_tokens)
-    columns = "reward accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second"
+    columns = f"reward{' held_out_reward' * bool(config.reward)} accuracy length kl entropy clip_fraction zero_variance grad_norm tokens_per_second"
     run = common.Run("grpo", config, tokenizer, columns, init)
     start = run.restore(policy, optimizer)
     switches = {name: getattr(config, name) for name in (*VARIANTS["grpo"], "dynamic_sampling", "overlong_buffer")}
@@ -309,8 +310,9 @@ def main(config):
     def held_out_scores(step, samples):
         generator = common.generator(config.device, "held out", config.seed)
         scores = evaluate(
-            policy, tokenizer, held_out, config.max_new_tokens, samples, generator, reward_once, config.sample_rows
-        )
+            policy, tokenizer, held_out, config.max_new_tokens, samples, generator, reward_once if config.reward else None,
+            config.sample_rows,
+        )  # fmt: skip
         shown = held_out[:6]  # the same ones each time
         texts, lengths = sample_responses(policy, tokenizer, shown, config.max_new_tokens, generator=generator)
         rewards = reward_once(shown, [[text] for text in texts])
@@ -323,7 +325,8 @@ def main(config):
 
     if not config.resume:
         scores = held_out_scores(0, config.pass_k)
-        run.log(0, accuracy=scores["accuracy"], length=scores["length"], **scores["pass_at_k"])
+        log_scores = {name: scores.get(name) for name in ("accuracy", "held_out_reward", "length")}
+        run.log(0, **log_scores, **scores["pass_at_k"])
         run.save(0, policy, optimizer)
 
     tokens, busy = 0, 0.0
@@ -408,26 +411,29 @@ def main(config):
             scores = held_out_scores(step, config.pass_k if last else 1) if measure or last else {}
             run.log(
                 step, **summary, **stats, length=lengths.float().mean().item(), lr=lr, tokens_per_second=tokens / busy,
-                accuracy=scores.get("accuracy"), held_out_length=scores.get("length"), **scores.get("pass_at_k", {}),
+                accuracy=scores.get("accuracy"), held_out_reward=scores.get("held_out_reward"), held_out_length=scores.get("length"), **scores.get("pass_at_k", {}),
             )  # fmt: skip
             tokens, busy = 0, 0.0
         run.save(step, policy, optimizer, config.save_every)
 
     # 7. What happened
     run.plot("accuracy", "length", "reward", "entropy")
-    measured = [line for line in run.metrics() if "accuracy" in line]
+    measured = [line for line in run.metrics() if line["step"] == 0 or "held_out_length" in line]
     first, last = measured[0], {"held_out_length": measured[0]["length"], **measured[-1]}
-    k = max((key for key in first if key.startswith("pass@")), key=lambda key: int(key[5:]))
     B = f"{config.prompts} x {config.group_size}"
-    unpaid = "" if config.overlong_buffer else "; nobody rewarded length"
-    print(f"""
-{config.variant}: {config.steps} steps of {B} responses in {last["seconds"]:.0f} seconds; on {len(held_out)} held-out problems:
-  accuracy (pass@1)  {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}   a single sample at temperature 1
-  {k:<17}  {first[k]:.3f} -> {last.get(k, float("nan")):.3f}   at least one right of {k[5:]} samples: what the model could do all along
-  response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}
-  {run.path}, {run.folder}/samples.md (the same {len(held_out[:6])} {task.NAME} before, during and after), {run.folder}/metrics.jsonl""")
+    unpaid = "" if config.overlong_buffer or config.reward else "; nobody rewarded length"
+    print(f"\n{config.variant}: {config.steps} steps of {B} responses in {last['seconds']:.0f} seconds; on {len(held_out)} held-out problems:")
+    if config.reward:
+        before, after = (line.get("held_out_reward", math.nan) for line in (first, last))
+        print(f"  reward             {before:.3f} -> {after:.3f}   the mean of --reward {config.reward}")
+    if "accuracy" in first:
+        k = max((key for key in first if key.startswith("pass@")), key=lambda key: int(key[5:]))
+        print(f"""  accuracy (pass@1)  {first["accuracy"]:.3f} -> {last["accuracy"]:.3f}   a single sample at temperature 1
+  {k:<17}  {first[k]:.3f} -> {last.get(k, math.nan):.3f}   at least one right of {k[5:]} samples: what the model could do all along""")
+    print(f"""  response length    {first["length"]:5.1f} -> {last["held_out_length"]:5.1f}   tokens{unpaid}
+  {run.path}, {run.folder}/samples.md (the same {"six stories" if task is stories else f"{len(held_out[:6])} problems"} before, during and after), {run.folder}/metrics.jsonl""")
     if all(line.get("zero_variance", 1) == 1 for line in run.metrics()):
-        print("nothing was learned: in no group did one response earn more than another. Start from a model that is sometimes right")
+        print("in no logged step did one response of a group earn more than another: a model that is never right cannot learn from it")
     if task is stories:
         print(f"next: python grpo.py --variant dr_grpo --init {init} --out {os.path.join(config.out, 'dr_grpo')}")
 

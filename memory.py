@@ -66,12 +66,12 @@ def load_of(script, config, prompt=PROMPT):
         load.sampled = max(config.prompts, config.sample_rows)
     elif script == "dpo":
         load.frozen = 2 if config.judge == "reward_model" else 1
-        load.prompts, load.sampled = -(-config.micro_batch // 2), config.sample_rows // 2 * config.samples
+        load.prompts, load.sampled = -(-config.micro_batch // 2), config.sample_rows
     elif script == "grpo":
         load.frozen = int(config.beta > 0)
         load.sampled = max(config.prompts * config.group_size, config.sample_rows)
     answers = config.group_size if script == "grpo" else config.samples if script == "dpo" else 1  # to one prompt
-    load.sampled_prompts = max(1, load.sampled // answers)
+    load.sampled_prompts = -(-load.sampled // answers)
     return load
 
 

@@ -578,7 +578,7 @@ def main(config):
             continue
         print(f"  {name:<18}{format(first[key], form):>7} -> {format(last[key], form):>7}   {meaning}")
     print(
-        f"  {run.path}, {run.folder}/samples.md (the same {len(held_out[:6])} {task.NAME} before, during and after), "
+        f"  {run.path}, {run.folder}/samples.md (the same {'six stories' if task is stories else f'{len(held_out[:6])} problems'} before, during and after), "
         f"{run.folder}/metrics.jsonl"
     )
     if task is stories:

@@ -51,23 +51,28 @@ def verify(problems, groups):
 def evaluate(model, tokenizer, problems, max_new_tokens, samples=1, generator=None, reward=None, rows=1024):
     """Samples every problem `samples` times at temperature 1 and returns what the answers are worth:
 
-    accuracy (pass@1; with a `reward` of your own in the verifier's place its mean), length (mean tokens, end-of-text
-    included), worked (share of responses with running totals), accuracy of the worked and of the direct ones (NaN
-    where there are none), and pass_at_k = {"pass@1": ..., "pass@4": ...}, k = 1, 4, 16, 64, 256, as far as `samples`
-    allows (a reward above 0 counts as right).
+    accuracy (pass@1), length (mean tokens, end-of-text included), worked (share of responses with running totals),
+    accuracy of the worked and of the direct ones (NaN where there are none), and pass_at_k = {"pass@1": ..., "pass@4":
+    ...}, k = 1, 4, 16, 64, 256, as far as `samples` allows. With a `reward` of your own also its mean, held_out_reward;
+    for problems without an answer only that and the length.
     """
     texts, lengths = sample_responses(
         model, tokenizer, [p for p in problems for _ in range(samples)], max_new_tokens, generator=generator, rows=rows
     )
     groups = [texts[i : i + samples] for i in range(0, len(texts), samples)]
-    groups = (reward or verify)(problems, groups)
-    right = [r for group in groups for r in group]
-    known = [r for r in right if not math.isnan(r)]  # a reward of yours may not be able to say
-    worked = [habit(text) == "worked" for text in texts]
     mean = lambda values: sum(values) / len(values) if values else float("nan")  # noqa: E731
-    correct = [sum(r > 0 for r in group) for group in groups]
+    found = {}
+    if reward:  # NaN: it cannot say
+        found["held_out_reward"] = mean([r for row in reward(problems, groups) for r in row if not math.isnan(r)])
+    if any(problem.answer is None for problem in problems):
+        return {**found, "accuracy": float("nan"), "length": mean(lengths), "pass_at_k": {}}
+    groups = verify(problems, groups)
+    right = [r for group in groups for r in group]
+    worked = [habit(text) == "worked" for text in texts]
+    correct = [sum(group) for group in groups]
     return {
-        "accuracy": mean(known),
+        **found,
+        "accuracy": mean(right),
         "length": mean(lengths),
         "worked": mean(worked),
         "worked_accuracy": mean([r for r, w in zip(right, worked) if w]),

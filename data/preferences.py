@@ -83,7 +83,7 @@ def sample_best_worst(model, tokenizer, pairs, samples, judge, seed, max_new_tok
             break
         problems = [task.make_problem(rng, held_out) for _ in range(max(64, pairs - len(rows)))]
         texts, ended = [], []
-        several = max(1, sample_rows // 2)  # problems at once
+        several = max(1, sample_rows // samples)  # problems at once
         for i in range(0, len(problems), several):
             prompts = [encode_prompt(tokenizer, p.prompt) for p in problems[i : i + several] for _ in range(samples)]
             rollout = model.generate(prompts, max_new_tokens, eos=tokenizer.eot_token, generator=generator)
