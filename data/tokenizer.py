@@ -13,10 +13,12 @@ import base64
 import hashlib
 import itertools
 import json
+import re
 import unicodedata
 from pathlib import Path
 
 import tiktoken
+from tiktoken.core import raise_disallowed_special_token
 
 MERGES = Path(__file__).with_name("stories.tiktoken")
 
@@ -35,11 +37,15 @@ PATTERN = "|".join(
     ]
 )
 
-# What a ByteLevel pre-tokenizer of the `tokenizers` package cuts a text into: GPT-2's pattern (Radford et al. 2019)
+# What the ByteLevel pre-tokenizer of the `tokenizers` package cuts a text into: GPT-2's pattern (Radford et al. 2019)
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # names of the token that ends a text, where nothing says which it is
-CHAT_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"),
-               "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")}  # the last one ends a turn # fmt: skip
+# Names of the token that ends a text, where a folder does not say which one it is
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+# The control tokens of the chat formats, in the order of their use: the last one ends a turn
+CHAT_TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
 
 
 class Tokenizer(tiktoken.Encoding):
@@ -48,57 +54,88 @@ class Tokenizer(tiktoken.Encoding):
     eot_token   the id that ends every document and every response: end-of-text, or with a chat format the end of a turn
     bos_token   the id that begins every text (Llama 3), or None
     chat        "", "chatml" or "llama3": how prompts are written
-    normalize   what is done to a text first (Qwen: Unicode's NFC), or None
+    form        the Unicode normal form of a text before it is encoded (Qwen: "NFC"), or None; `encode`, `encode_ordinary`
+                and their batches do that, tiktoken's other ways to encode do not
     """
 
-    def __init__(self, name, pattern, ranks, special, eot, bos=None, normalize=None, chat="", fixed_name=None):
-        super().__init__(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self.eot, self.bos_token, self.normalize, self.chat = special.get(eot), bos, normalize, chat
+    def __init__(
+        self, name, *, pat_str, mergeable_ranks, special_tokens, eot, bos=None, form=None, chat="", fixed_name=None
+    ):
+        super().__init__(name, pat_str=pat_str, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens)
+        self.eot, self.bos_token, self.form, self.chat = eot, bos, form, chat
         self.fixed_name = fixed_name or name  # in fingerprints: a folder may be moved
+
+    def __getstate__(self):  # copies and pickles are made by __init__ with these arguments
+        return dict(
+            name=self.name, pat_str=self._pat_str, mergeable_ranks=self._mergeable_ranks,
+            special_tokens=self._special_tokens, eot=self.eot, bos=self.bos_token, form=self.form, chat=self.chat,
+            fixed_name=self.fixed_name,
+        )  # fmt: skip
 
     @property
     def eot_token(self):
-        return self.eot
+        return self._special_tokens[self.eot]
 
     def encode_ordinary(self, text):
-        return super().encode_ordinary(self.normalize(text) if self.normalize else text)
+        """Text -> ids. Special tokens in it are text like any other."""
+        return super().encode_ordinary(unicodedata.normalize(self.form, text) if self.form else text)
 
-    def encode(self, text, **options):
-        return super().encode(self.normalize(text) if self.normalize else text, **options)
+    def encode(self, text, *, allowed_special=frozenset(), disallowed_special="all"):
+        """Text -> ids, with the special tokens of `allowed_special` (names, or "all") in it as such. ValueError for one of
+        `disallowed_special` ("all": those not allowed). As `tokenizers` does it: of two special tokens at one place the
+        longer one counts, and they are looked for first: what stands between them is normalised, so that an accent
+        behind a control token (NFC makes one character of ">" and U+0338) does not hide it."""
+        every = self.special_tokens_set
+        allowed = every if allowed_special == "all" else every & set(allowed_special)
+        for token in every - allowed if disallowed_special == "all" else disallowed_special:
+            if token in text:
+                raise_disallowed_special_token(token)
+        if not allowed:
+            return self.encode_ordinary(text)
+        ids, pattern = [], "|".join(map(re.escape, sorted(allowed, key=len, reverse=True)))
+        for i, piece in enumerate(re.split(f"({pattern})", text)):  # at odd places stands what the pattern matches
+            ids += [self._special_tokens[piece]] if i % 2 else self.encode_ordinary(piece)
+        return ids
 
 
 def get_tokenizer(name="stories", chat=""):
-    """The Tokenizer called `name`: stories, a folder with a tokenizer.json, or one of tiktoken's names. chat: "", "chatml" or
-    "llama3". Raises ValueError for a name that nobody knows, a tokenizer.json that is not byte-level BPE, and a chat format
-    whose control tokens the vocabulary lacks."""
+    """The Tokenizer called `name`: stories, a folder with a tokenizer.json (or the path of that file), or one of tiktoken's
+    names. chat: "", "chatml" or "llama3". Raises ValueError, in one line, for a name that nobody knows, a tokenizer.json
+    that `from_tokenizer_json` refuses, and a chat format whose control tokens the vocabulary lacks."""
+    name, path = str(name), Path(name)
     if name == "stories":
         lines = MERGES.read_text().splitlines()
         ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
-        parts = dict(pattern=PATTERN, ranks=ranks, special={"<|endoftext|>": len(ranks)}, eot="<|endoftext|>")
-    elif Path(name).is_dir() or name.endswith(".json"):
-        parts = read_folder(Path(name))
-        name = Path(name).resolve().name
+        parts = dict(pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
+    elif path.is_dir() or path.suffix == ".json":
+        path = path / "tokenizer.json" if path.is_dir() else path
+        parts, name = from_tokenizer_json(path), path.resolve().parent.name
+        parts["eot"] = named_end(path.parent, parts["special_tokens"])
     else:
-        if name not in tiktoken.list_encoding_names():
-            raise ValueError(
-                f"unknown tokenizer {name!r}: use stories, a folder with a tokenizer.json, or one of "
-                f"{', '.join(tiktoken.list_encoding_names())}"
-            )
+        names = tiktoken.list_encoding_names()
+        known = f"stories, a folder with a tokenizer.json, or one of {', '.join(names)}"
+        need(name in names, f"unknown tokenizer {name!r}: use {known}")
         try:
             found = tiktoken.get_encoding(name)
         except Exception as problem:  # whatever the download raises
             raise ValueError(f"tokenizer {name!r} could not be loaded: {str(problem).splitlines()[0]}") from None
-        special = found._special_tokens
-        eot = next((end for end in ENDS if end in special), None)
-        parts = dict(pattern=found._pat_str, ranks=found._mergeable_ranks, special=special, eot=eot)
+        ranks = found._mergeable_ranks
+        parts = dict(pat_str=found._pat_str, mergeable_ranks=ranks, special_tokens=found._special_tokens)
+    special = parts["special_tokens"]
+    parts["eot"] = parts.get("eot") or next((end for end in ENDS if end in special), None)
     if chat:
-        lacking = [token for token in CHAT_TOKENS[chat] if token not in parts["special"]]
-        if lacking:
-            raise ValueError(f"--chat {chat}: the vocabulary of {name} has no {lacking[0]}: its model does not know that format")
+        need(chat in CHAT_TOKENS, f"unknown chat format {chat!r}: use {' or '.join(CHAT_TOKENS)}")
+        for token in CHAT_TOKENS[chat]:
+            known = f"the vocabulary of {name} has no {token}: its model does not know that format"
+            need(token in special, f"--chat {chat}: {known}")
         parts["eot"] = CHAT_TOKENS[chat][-1]
-    if parts["eot"] is None:
-        raise ValueError(f"tokenizer {name!r} does not say which token ends a text")
+    need(parts["eot"], f"tokenizer {name!r} does not say which token ends a text")
     return Tokenizer(name, chat=chat, **parts)
+
+
+def need(condition, otherwise):
+    if not condition:
+        raise ValueError(otherwise)
 
 
 def byte_alphabet():
@@ -109,82 +146,120 @@ def byte_alphabet():
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
-def read_folder(path):
-    """The arguments of a Tokenizer from a folder's tokenizer.json, and from what other files say of its end-of-text."""
-    folder, path = (path.parent, path) if path.suffix == ".json" else (path, path / "tokenizer.json")
-
-    def read(name, optional=True):
-        try:
-            return json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            if optional:
-                return {}
-            raise ValueError(f"{folder / name} does not exist") from None
-        except (OSError, ValueError) as problem:
-            raise ValueError(f"{folder / name} cannot be read: {str(problem).splitlines()[0]}") from None
-
+def read_json(path):
+    """The object in a JSON file, or ValueError in one line."""
     try:
-        parts = from_tokenizer_json(read(path.name, optional=False))
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"{path} is not a tokenizer.json: {problem!r}") from None
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ValueError(f"{path} cannot be read: {str(problem).splitlines()[0]}") from None
+    need(isinstance(contents, dict), f"{path} does not hold a JSON object")
+    return contents
+
+
+def named_end(folder, special):
+    """The name of the token that ends a text: eos_token in tokenizer_config.json (a string, or an object with "content"),
+    else eos_token_id (the first of a list) in config.json or generation_config.json, else None."""
+    read = lambda name: read_json(folder / name) if (folder / name).exists() else {}  # noqa: E731
+    end = read("tokenizer_config.json").get("eos_token")
+    found, names = [end.get("content") if isinstance(end, dict) else end], {i: token for token, i in special.items()}
+    for file in ("config.json", "generation_config.json"):
+        end = read(file).get("eos_token_id")
+        found += [names.get(i) for i in (end if isinstance(end, list) else [end])[:1] if isinstance(i, int)]
+    return next((token for token in found if isinstance(token, str) and token in special), None)
+
+
+def from_tokenizer_json(path):
+    """A tokenizer.json as arguments of a Tokenizer (all but eot). Raises ValueError, in one line, for anything but
+    byte-level BPE, and for what tiktoken cannot do: another order of merges than that of ids, a normalizer but NFC, added
+    tokens that take the white space around them. (Added tokens for which "normalized" is true are looked for before NFC,
+    too.)"""
+    contents = read_json(path)
+    try:
+        model, normalizer, added = contents["model"], contents.get("normalizer"), {}
+        kind = model.get("type", "BPE")
+        need(kind == "BPE", f"only byte-level BPE is supported, not {kind}")
+        for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            need(not model.get(option), f"BPE with {option} is not supported")
+        need(not normalizer or normalizer["type"] == "NFC", f"normalizer {normalizer} is not supported, only NFC")
+        for token in contents.get("added_tokens") or []:
+            for option in ("lstrip", "rstrip", "single_word"):
+                need(not token.get(option), f"added token {token['content']!r} with {option} is not supported")
+            need(token["content"], "an added token is empty")
+            added[token["content"]] = token["id"]
+        main = dict(pat_str=pattern_of(contents), mergeable_ranks=ranks_of(model, added), special_tokens=added)
+        # tiktoken drops what its pattern does not match, `tokenizers` keeps it: so everything has to match
+        text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)]))
+        encoding = tiktoken.Encoding("", **main)
+        complete = encoding.decode(encoding.encode_ordinary(text)) == text
+        need(complete, "the pattern of the pre_tokenizer does not match every character")
+        form = "NFC" if normalizer else None
+        return dict(**main, bos=beginning_of(contents), form=form, fixed_name="tokenizer.json")
     except ValueError as problem:
-        raise ValueError(f"{path}: {problem}".removeprefix(f"{path}: {path}")) from None
-    special, eot = parts["special"], read("tokenizer_config.json").get("eos_token")
-    if eot is None:
-        ids = {i: token for token, i in special.items()}
-        found = read("config.json").get("eos_token_id", read("generation_config.json").get("eos_token_id"))
-        eot = ids.get(found[0] if isinstance(found, list) else found)
-    eot = eot.get("content") if isinstance(eot, dict) else eot
-    return {**parts, "eot": eot if eot in special else next((end for end in ENDS if end in special), None)}
+        raise ValueError(f"{path}: {' '.join(str(problem).split())}") from None
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as problem:
+        raise ValueError(f"{path} is not a tokenizer.json: {problem!r}") from None
 
 
-def from_tokenizer_json(contents):
-    """The contents of a tokenizer.json as arguments of a Tokenizer. Raises ValueError for anything but byte-level BPE, and
-    for what tiktoken cannot do: it merges first what has the lowest id, `tokenizers` what comes first in the list of merges,
-    so these have to be in the same order."""
-    model, normalizer = contents["model"], contents.get("normalizer")
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or model.get("unk_token"):
-        raise ValueError(f"only byte-level BPE is supported, not {model.get('type')} with byte_fallback or an unknown token")
-    if normalizer and normalizer["type"] != "NFC":
-        raise ValueError(f"normalizer {normalizer['type']!r} is not supported, only NFC")
-    # the pattern
-    before = contents["pre_tokenizer"]
+def pattern_of(contents):
+    """The pattern of the pieces that a text is cut into: GPT-2's (a ByteLevel pre-tokenizer), or what stands in a Split."""
+    before = contents.get("pre_tokenizer") or {"type": None}
     steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:
-        pattern = GPT2_PATTERN
-    elif kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True) and not steps[1]["add_prefix_space"]:
-        if steps[0]["behavior"] != "Isolated" or steps[0].get("invert") or "Regex" not in steps[0]["pattern"]:
-            raise ValueError(f"pre_tokenizer {steps[0]} is not supported")
-        pattern = steps[0]["pattern"]["Regex"]
-    else:
-        raise ValueError(f"pre_tokenizer {' + '.join(kinds)} is not supported, only ByteLevel, or Split and ByteLevel")
-    # the vocabulary: bytes -> rank
-    byte_of = {character: byte for byte, character in byte_alphabet().items()}
-    added = {token["content"]: token["id"] for token in contents.get("added_tokens", [])}
-    ranks = {}
-    for token, i in model["vocab"].items():
-        if token not in added:
-            if not set(token) <= byte_of.keys():
-                raise ValueError(f"token {token!r} is not written in byte-level characters")
-            ranks[bytes(byte_of[character] for character in token)] = i
-    last = -1
+    kinds, last = [step["type"] for step in steps], steps[-1]
+    known = kinds in (["ByteLevel"], ["Split", "ByteLevel"])
+    need(known, f"pre_tokenizer {kinds} is not supported, only ByteLevel, or Split and ByteLevel")
+    regex = last.get("use_regex", True) == (len(steps) == 1)
+    need(regex and not last.get("add_prefix_space"), f"pre_tokenizer {last} is not supported")
+    if len(steps) == 1:
+        return GPT2_PATTERN
+    split = steps[0]
+    plain = split["behavior"] == "Isolated" and not split.get("invert") and "Regex" in split["pattern"]
+    need(plain, f"pre_tokenizer {split} is not supported, only a Regex, Isolated and not inverted")
+    return split["pattern"]["Regex"]
+
+
+def ranks_of(model, added):
+    """The vocabulary as tiktoken has it: {bytes: id}.
+
+    tiktoken merges first what makes the token with the lowest id, `tokenizers` what comes first in the list of merges. They
+    agree if the tokens that the list makes have rising ids (GPT-2, Qwen), or one id for all the merges that make one token
+    (Llama 3's list has every such pair), and if every token is made by some merge."""
+    vocab, made, last = model["vocab"], set(), 0
     for merge in model["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        i = model["vocab"].get(left + right)
-        if i is None or i <= last:
-            raise ValueError(f"merge {left!r} + {right!r}: its result is {'missing' if i is None else 'out of order'}")
-        last = i
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"the vocabulary lacks byte {missing[0]}")
-    # what the post-processor puts in front of a text
-    after = contents.get("post_processor") or {"type": "ByteLevel"}
-    bos = None
+        rank = vocab.get(left + right, -1)
+        if rank < last:
+            why = "makes no token" if rank < 0 else "is out of order: tiktoken merges in the order of ids"
+            raise ValueError(f"merge {left!r} + {right!r} {why}")
+        last = rank
+        made.add(left + right)
+    names = {i: token for token, i in [*vocab.items(), *added.items()]}
+    need(len(names) == len(vocab.keys() | added.keys()), "two tokens have the same id")
+    byte_of, ranks = {character: byte for byte, character in byte_alphabet().items()}, {}
+    missing = byte_of.keys() - vocab.keys()
+    need(not missing, f"the vocabulary lacks {len(missing)} of the 256 bytes: it is not byte-level BPE")
+    for token, rank in vocab.items():
+        if token in made or token in byte_of or (token not in added and model.get("ignore_merges")):
+            if not byte_of.keys() >= set(token):
+                raise ValueError(f"token {token!r} is not written in the characters of byte-level BPE")
+            ranks[bytes(byte_of[character] for character in token)] = rank
+        elif token not in added:
+            raise ValueError(f"no merge makes token {token!r}")
+    return ranks
+
+
+def beginning_of(contents):
+    """The id that the post-processor puts in front of a text, or None. (What it puts behind is not used: eot_token is.)"""
+    after, begin = contents.get("post_processor") or {"type": "ByteLevel"}, []
     for step in after["processors"] if after["type"] == "Sequence" else [after]:
-        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
-            bos = step["special_tokens"][step["single"][0]["SpecialToken"]["id"]]["ids"][0]
-    normalize = (lambda text: unicodedata.normalize("NFC", text)) if normalizer else None
-    return dict(pattern=pattern, ranks=ranks, special=added, bos=bos, normalize=normalize, fixed_name="tokenizer.json")
+        kind = step["type"]
+        need(kind in ("ByteLevel", "TemplateProcessing"), f"post_processor {kind!r} is not supported")
+        if kind == "TemplateProcessing":
+            first = itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"])
+            begin += [i for piece in first for i in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
+    need(len(begin) < 2, "a post_processor that begins a text with several tokens is not supported")
+    return begin[0] if begin else None
 
 
 def to_tokenizer_json(tokenizer):
@@ -204,12 +279,14 @@ def to_tokenizer_json(tokenizer):
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             merges.append([name(part) for part in parts])
-    special = [
-        {"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        for token, i in sorted(tokenizer._special_tokens.items(), key=lambda item: item[1])
-    ]
+    # tiktoken gives a piece of text that is a token that token, merges or not
+    unmade = len(merges) + 256 < len(ranks)
+    plain = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    special = sorted(tokenizer._special_tokens.items(), key=lambda item: item[1])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": tokenizer._pat_str}, "behavior": "Isolated", "invert": False}
+    # \p{N}{1,3}+ takes three digits in tiktoken's patterns, in those of `tokenizers` any number of them
+    pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", tokenizer._pat_str)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     bos, texts = tokenizer.bos_token, [{"Sequence": {"id": "A", "type_id": 0}}]
     after = byte_level
     if bos is not None:
@@ -221,13 +298,13 @@ def to_tokenizer_json(tokenizer):
         }  # fmt: skip
     return json.dumps(
         {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
-            "normalizer": {"type": "NFC"} if tokenizer.normalize else None,
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [{"id": i, "content": token, **plain} for token, i in special],
+            "normalizer": {"type": tokenizer.form} if tokenizer.form else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "post_processor": after,
             "decoder": byte_level,
             "model": {
                 "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": unmade,
                 "vocab": {name(token): rank for token, rank in ranks.items()}, "merges": merges,
             },
         },
@@ -236,11 +313,13 @@ def to_tokenizer_json(tokenizer):
 
 
 def chatml_prompt(tokenizer, messages):
-    """Messages [{"role": ..., "content": ...}, ...] -> token ids, as Qwen's models were trained (the template in their
-    tokenizer_config.json, without its default system message):
+    """Messages [{"role": ..., "content": ...}, ...] -> token ids, as Qwen's models were trained (the chat template in their
+    tokenizer_config.json):
 
         <|im_start|>user\\nWhat is 2 + 3?<|im_end|>\\n<|im_start|>assistant\\n
-    """
+
+    Qwen 2's template begins with a system message of its own where there is none: this does not, so give one if you want
+    it. Only the control tokens are special; in a role or a content "<|im_end|>" is text."""
     start, end = (tokenizer._special_tokens[token] for token in CHAT_TOKENS["chatml"])
     ids = []
     for message in messages:
@@ -256,9 +335,9 @@ def llama3_prompt(tokenizer, messages):
         <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nWhat is 2 + 3?<|eot_id|>
         <|start_header_id|>assistant<|end_header_id|>\\n\\n
 
-    without the line break between the two. White space around a message is dropped."""
-    start, end, turn = (tokenizer._special_tokens[token] for token in CHAT_TOKENS["llama3"])
-    ids = [] if tokenizer.bos_token is None else [tokenizer.bos_token]
+    without the line break between the two. White space around a message is dropped. Only the control tokens are special."""
+    begin, start, end, turn = (tokenizer._special_tokens[token] for token in CHAT_TOKENS["llama3"])
+    ids = [begin]
     for message in messages:
         ids += [start, *tokenizer.encode_ordinary(message["role"]), end]
         ids += [*tokenizer.encode_ordinary("\n\n" + message["content"].strip()), turn]

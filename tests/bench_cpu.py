@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common
 import grpo
 from gpt import GPT, GPTConfig, to_slots
 
@@ -173,7 +174,7 @@ def our_grpo_step(model, prompts, eos, beta):
     import copy
 
     reference = copy.deepcopy(model) if beta else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+    optimizer = common.AdamW(model.parameters(), lr=1e-9)
 
     def step():
         rollout = model.generate(prompts, NEW, eos=eos)
@@ -187,7 +188,7 @@ def our_grpo_step(model, prompts, eos, beta):
             loss, _ = grpo.policy_loss(logp, logp.detach(), advantages[rows], rollout.mask[rows], ref_logp=ref_logp[rows] if beta else None,
                                        beta=beta, denominator=total)  # fmt: skip
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        common.finish_gradients(optimizer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

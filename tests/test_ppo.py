@@ -423,12 +423,13 @@ def test_a_lesson_teaches_the_reward_model_and_keeps_its_scale(tmp_path, monkeyp
     ]
     asked = []
     monkeypatch.setattr(
-        ppo, "sample_preferences", lambda policy, tokenizer, *args, **kw: asked.append(args) or (rows, 0)
+        ppo, "sample_preferences", lambda policy, tokenizer, *args, **kw: asked.append((args, kw)) or (rows, 0)
     )
     _, checkpoint = world(tmp_path, monkeypatch, 0, steps=5, prompts=16, lr=1e-2, refresh=2, refresh_pairs=30)
-    assert [args[:3] for args in asked] == [(30, 4, 1.5)] * 2 and not any(
-        args[6:] for args in asked if len(args) > 6
+    assert [args[:3] for args, _ in asked] == [(30, 4, 1.5)] * 2 and not any(
+        args[6:] or kw.get("held_out") for args, kw in asked
     )  # before steps 3 and 5; samples and noise of the reward model's own training
+    assert all(kw["task"] is DigitWorld for _, kw in asked)
     before, after = (RewardModel(GPTConfig(7, 8, 1, 2, 32)) for _ in range(2))
     before.load_state_dict(torch.load(tmp_path / "reward_model.pt", weights_only=True)["model"])
     after.load_state_dict(checkpoint["reward_model"])
