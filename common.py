@@ -298,7 +298,7 @@ def load_checkpoint(path, tokenizer=None, reward_model=False):
     wants."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint["script"]
+        checkpoint["script"], checkpoint["config"], checkpoint["tokenizer"]
     except FileNotFoundError:
         sys.exit(f"{path} does not exist")
     except Exception as problem:  # a truncated file raises whatever its first missing byte leads to

@@ -95,8 +95,10 @@ def extract_answer(text):
     Looked for in this order, the last occurrence each time: \boxed{...}, "#### ...", <answer>...</answer>, "the answer
     is ...", and else the last number. Text may follow the number ("#### 18 apples."). One of the first three that is
     there but cut short (an unclosed box, "####" with nothing behind it) is no answer: nothing else is tried. What is in
-    a box or in <answer> and is no number is the answer as it stands.
+    a box or in <answer> and is no number is the answer as it stands. What stands behind a line "Question:" is not looked
+    at: a base model that was asked "Question: ... Answer:" may go on to ask itself the next one.
     """
+    text = text.partition("\nQuestion:")[0]
     if "\\boxed" in text:
         inside = last_boxed(text)
         return (inside and _stated(inside)) or inside or None

@@ -608,9 +608,7 @@ def test_pairs_are_of_stories_of_the_right_side(monkeypatch, held_out):
     drawn, plain = [], stories.make_problem
     monkeypatch.setattr(stories, "make_problem", lambda *args: drawn.append(plain(*args)) or drawn[-1])
     model = Told(lambda prompt, k: f" #### {k}")
-    dpo.sample_pairs(
-        model, 30, ("x",), digit_config(max_new_tokens=16), get_tokenizer(), None, None, held_out=held_out
-    )
+    dpo.sample_pairs(model, 30, ("x",), digit_config(max_new_tokens=16), get_tokenizer(), None, None, held_out=held_out)
     assert len(drawn) >= 30 and all(stories.is_held_out(p.start, p.events) == held_out for p in drawn)
 
 

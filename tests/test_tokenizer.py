@@ -548,6 +548,7 @@ def test_from_tokenizer_json_by_hand(tmp_path):
     }  # fmt: skip
     write(tmp_path / "hand", contents)
     parts = from_tokenizer_json(tmp_path / "hand/tokenizer.json")
+    assert len(parts["mergeable_ranks"]) == 258  # without the special tokens
     assert parts["mergeable_ranks"][b" ab"] == 258 and parts["mergeable_ranks"][b"\x00"] == 1
     assert parts["special_tokens"] == {"<s>": 0, "</s>": 259} and parts["bos"] is None and parts["form"] is None
     ours = get_tokenizer(str(tmp_path / "hand"))
