@@ -23,7 +23,7 @@ response slots, S columns that attention sees, P prompt columns, C width, H head
 tokens of all rows.
 
 Sources: Radford et al. 2019 (GPT-2), and for the pre-norm block Xiong et al. 2020, arXiv:2002.04745. Deliberately
-left out: dropout (every document is seen once), mixed precision, several GPUs, learning-rate groups.
+left out: dropout (every document is seen once), learning-rate groups, models that need more than one GPU.
 """
 
 import math
