@@ -213,10 +213,12 @@ def finish_gradients(parameters, max_norm):
     """When all micro-batches of an optimizer step are through: adds up the gradients of all ranks, and scales them down
     to a norm of at most `max_norm`. -> the norm before that, a float"""
     parameters = list(parameters)
-    for p in parameters if WORLD > 1 else ():
-        if p.grad is None:  # no row of this rank's
-            p.grad = torch.zeros_like(p)
-        sum_over_ranks(p.grad)
+    if WORLD > 1:
+        used = sum_over_ranks(torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device))
+        for p, ranks in zip(parameters, used.tolist()):
+            if ranks:  # of some, perhaps not of this one, which then had no row
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                sum_over_ranks(p.grad)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
 
@@ -232,7 +234,7 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, parameters, **options):
         groups = [dict(g) if isinstance(g, dict) else g for g in parameters]
         groups = groups if groups and isinstance(groups[0], dict) else [dict(params=groups)]
-        self.rounded = []  # (weight in the model, its float32 copy)
+        self.rounded, self.hooks = [], []  # (weight in the model, its float32 copy)
         for group in groups:
             group["params"] = [self._float32(p) for p in group["params"]]
         super().__init__(groups, fused=True, **options)
@@ -246,12 +248,17 @@ class AdamW(torch.optim.AdamW):
             copy.grad = weight.grad.float() if copy.grad is None else copy.grad.add_(weight.grad)
             weight.grad = None
 
-        weight.register_post_accumulate_grad_hook(move_gradient)
+        self.hooks.append(weight.register_post_accumulate_grad_hook(move_gradient))
         self.rounded.append((weight, copy))
         return copy
 
     def parameters(self):
         return [p for group in self.param_groups for p in group["params"]]
+
+    def close(self):
+        """Leaves the weights to another optimizer."""
+        for hook in self.hooks:
+            hook.remove()
 
     @torch.no_grad()
     def step(self):
@@ -264,8 +271,11 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state):
+        copies = state.get("copies", [])
+        if len(copies) != len(self.rounded):
+            sys.exit("the checkpoint's optimizer is of another dtype: resume with the --dtype that it was made with")
         super().load_state_dict({key: value for key, value in state.items() if key != "copies"})
-        for (_, copy), saved in zip(self.rounded, state.get("copies", [])):
+        for (_, copy), saved in zip(self.rounded, copies):
             copy.copy_(saved)
 
 
@@ -274,10 +284,18 @@ def cosine_lr(step, config):
     return config.lr * min(1.0, (step + 1) / config.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / config.steps))
 
 
+def settings_of(config):
+    """What a reward model that is made for real data has in common with the script that needs it, as flags."""
+    if config.task == "stories":
+        return {}
+    names = ("task", "data_dir", "chat", "dtype", "recompute", "micro_batch", "sample_rows")
+    return {name: getattr(config, name) for name in names}
+
+
 def next_command(script, config, path):
     """What to run after this, as a line for the shell."""
     flags = ["--init", str(path)] if config.task != "stories" or config.data else []
-    flags += [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in ("task", "data_dir")
+    flags += [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in ("task", "data", "data_dir")
               if getattr(config, name) not in ("", "stories")]  # fmt: skip
     return shlex.join(["python", f"{script}.py", *flags, *([] if config.out == "out" else ["--out", config.out])])
 
@@ -300,7 +318,8 @@ def load_checkpoint(path, tokenizer=None, reward_model=False):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint["script"], checkpoint["config"], checkpoint["tokenizer"]
     except FileNotFoundError:
-        sys.exit(f"{path} does not exist")
+        hub = "" if str(path).endswith(".pt") else "; a name on the Hugging Face hub has an owner, as in openai-community/gpt2"
+        sys.exit(f"{path} does not exist{hub}")
     except Exception as problem:  # a truncated file raises whatever its first missing byte leads to
         reason = (str(problem).splitlines() or [type(problem).__name__])[0][:100]
         sys.exit(f"{path} is not a complete checkpoint of this project: {reason}")
@@ -365,7 +384,7 @@ class Run:
             self.checkpoint = load_checkpoint(self.path, tokenizer, reward_model=script == "reward_model")
             for name, value in self.checkpoint["config"].items():
                 now = getattr(config, name, None)
-                if now != value and name not in ("out", "device", "resume", "steps", "lr", "init"):
+                if now != value and name not in ("out", "device", "resume", "steps", "lr", "init", "tokenizer", "data_dir"):
                     flag = "--" + name.replace("_", "-")
                     sys.exit(f"{self.path} was made with {flag} {value}, not {now}: resume with that or start anew")
             for path, now, then in zip(inits, self.inits, self.checkpoint["inits"]):
@@ -430,8 +449,8 @@ class Run:
         if self.checkpoint:
             if type(model.config)(**self.checkpoint["model_config"]) != model.config:
                 sys.exit(f"{self.path} holds another model: {self.checkpoint['model_config']}, not {model.config}")
-            model.load_state_dict(self.checkpoint["model"])
-            optimizer.load_state_dict(self.checkpoint["optimizer"])
+            model.load_state_dict(self.checkpoint.pop("model"))  # and its memory is free again
+            optimizer.load_state_dict(self.checkpoint.pop("optimizer"))
         return self.step
 
     def log(self, step, **metrics):

@@ -86,7 +86,7 @@ class Config:
     steps: int = 0  # optimizer steps, over all rounds; 0: one pass over the pairs of each
     out: str = "out"  # folder for dpo.pt and dpo/
     device: str = "auto"  # auto, cpu, cuda, mps
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; give the other flags again
     init: str = ""  # where to start, which is also the reference: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
     tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
     chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
@@ -645,7 +645,7 @@ def main(config):
     if config.judge == "reward_model" and not config.data:
         path = config.reward_model or os.path.join(config.out, "reward_model.pt")
         if not config.reward_model and not config.resume:
-            flags = dict(init=init, max_new_tokens=config.max_new_tokens, task=config.task, data_dir=config.data_dir)
+            flags = dict(init=init, max_new_tokens=config.max_new_tokens, **common.settings_of(config))
             common.make_if_missing("reward_model", path, config, **flags)
         judge = common.load_checkpoint(path, tokenizer, reward_model=True)
         if judge["step"] < judge["steps"]:

@@ -44,7 +44,8 @@ from data import get_tokenizer, stories
 from data.evaluation import evaluate, habits, require_room
 from data.tokenizer import to_tokenizer_json
 from kernels import linear_logprobs, linear_logprobs_and_entropy
-from pretrained import architecture, find_folder, is_pretrained, read_json, read_weights, write_folder
+from kernels.linear_logprob import product
+from pretrained import architecture, find_folder, is_pretrained, read_json, read_weights, write_folder, write_json
 
 # `generate` asks after so many tokens who has finished; not after each on a GPU, because to ask it is to wait for it
 ASK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
@@ -183,7 +184,11 @@ class Head(nn.Linear):
         return self.all_logits(x)[..., : self.vocab_size]  # [..., V], a view
 
     def all_logits(self, x):
-        return F.linear(x, self.weight)  # [..., W]
+        """[..., C] -> [..., W]; for sampling and measuring in float32, as those of training are (kernels/linear_logprob.py):
+        a bfloat16 logit of 16 is off by up to 0.06."""
+        if x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+            return product(x.flatten(0, -2), self.weight.T).view(*x.shape[:-1], -1)
+        return F.linear(x, self.weight)
 
 
 def _without_padding(model, state, prefix, metadata):
@@ -593,13 +598,17 @@ def load(config, earlier):
             common.require_kind(init, checkpoint, tokenizer)
             model = GPT(GPTConfig(**checkpoint["model_config"]))
             model.load_state_dict(checkpoint["model"])
-            model.to(checkpoint["model"]["wte.weight"].dtype if as_stored else dtype)
+            dtype = checkpoint["model"]["wte.weight"].dtype if as_stored else dtype
+            model.to(dtype)
         if tokenizer.n_vocab > model.config.vocab_size:
             raise ValueError(f"its tokenizer has {tokenizer.n_vocab} tokens, its embedding {model.config.vocab_size}")
     except ValueError as problem:
         raise SystemExit(f"--init {init}: {problem}") from None
-    model.recompute = config.recompute
-    return init, model.to(config.device), tokenizer
+    real = bool(folder) or settings.get("task", "stories") != "stories" or settings.get("data")
+    if real and config.task == "stories" and not config.data:
+        print(f"{init} comes from elsewhere, and neither --task nor --data is given: it is trained on the embedded stories")
+    model.recompute, config.dtype = config.recompute, str(dtype).removeprefix("torch.")
+    return str(folder or init), model.to(config.device), tokenizer
 
 
 def export(checkpoint, folder):
@@ -612,7 +621,10 @@ def export(checkpoint, folder):
     model.to(found["model"]["wte.weight"].dtype)
     try:
         tokenizer = get_tokenizer(found["config"]["tokenizer"], found["config"].get("chat", "none").replace("none", ""))
-        write_folder(model, to_tokenizer_json(tokenizer), tokenizer.eot_token, folder)
+        write_folder(model, to_tokenizer_json(tokenizer), tokenizer.eot_token, folder, tokenizer.bos_token)
+        ids = {i: name for name, i in tokenizer._special_tokens.items()}
+        ends = {"eos_token": ids[tokenizer.eot_token], "bos_token": ids.get(tokenizer.bos_token)}
+        write_json({"tokenizer_class": "PreTrainedTokenizerFast", **ends}, os.path.join(folder, "tokenizer_config.json"))
     except (OSError, ValueError) as problem:
         raise SystemExit(f"--export {checkpoint} {folder}: {problem}") from None
     print(f"{folder}: {found['script']}.pt of step {found['step']}, for AutoModelForCausalLM.from_pretrained({folder!r})")
@@ -624,7 +636,7 @@ class Config:
     steps: int = 1000  # optimizer steps
     out: str = "out"  # folder for base.pt and base/
     device: str = "auto"  # auto, cpu, cuda, mps
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; give the other flags again
     tokenizer: str = "stories"  # stories (embedded) or any name that tiktoken knows; it sets the vocabulary
     context: int = 48  # longest sequence in tokens
     n_layer: int = 3  # transformer blocks

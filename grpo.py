@@ -82,7 +82,7 @@ class Config:
     steps: int = 140  # rollouts; each is followed by epochs * minibatches optimizer steps
     out: str = "out"  # folder for grpo.pt and grpo/
     device: str = "auto"  # auto, cpu, cuda, mps
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; give the other flags again
     init: str = ""  # where to start, which is also the reference: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
     tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
     chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
@@ -91,7 +91,7 @@ class Config:
     task: Literal["stories", "gsm8k"] = "stories"  # where the problems come from
     data: str = ""  # or your own: a file with {"prompt": ..., "answer": ...} a line, a tenth of which is held out
     data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: they are downloaded once
-    reward: str = ""  # file.py:function of yours, called with the responses to a problem and its row; empty: is the answer right
+    reward: str = ""  # file.py:function of yours, called with the responses to a problem and its row; empty, or verifier: is the answer right
     estimate: bool = False  # only print how much memory this takes with known models
     variant: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "grpo"  # sets the switches below, if they are not given as flags
     prompts: int = 32  # prompts per step
@@ -421,7 +421,7 @@ def main(config):
     measured = [line for line in run.metrics() if line["step"] == 0 or "held_out_length" in line]
     first, last = measured[0], {"held_out_length": measured[0]["length"], **measured[-1]}
     B = f"{config.prompts} x {config.group_size}"
-    unpaid = "" if config.overlong_buffer or config.reward else "; nobody rewarded length"
+    unpaid = "" if config.overlong_buffer or config.reward not in ("", "verifier") else "; nobody rewarded length"
     print(f"\n{config.variant}: {config.steps} steps of {B} responses in {last['seconds']:.0f} seconds; on {len(held_out)} held-out problems:")
     if config.reward:
         before, after = (line.get("held_out_reward", math.nan) for line in (first, last))

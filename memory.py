@@ -22,6 +22,7 @@ the gradient as it is. The tests compare this with what runs take, on a CPU (tes
 
 from dataclasses import dataclass
 
+import common
 from gpt import GPTConfig, padded
 from kernels.linear_logprob import CHUNK_TOKENS
 from pretrained import architecture, find_folder, is_pretrained, read_json
@@ -127,8 +128,9 @@ def estimate(c, load, size=4, recompute=False):
     # while a block goes backward, the gradients of what its c_fc gave and of what became of it
     activations += 2 * load.rows * (load.prompt + load.response) * c.n_inner * (2 if c.mlp == "swiglu" else 1) * size
     tokens = min(load.rows * load.response, CHUNK_TOKENS) if load.head else 0
-    # the logits of a chunk, in their place their gradient; and the gradient of the head, before it is added to the others
-    head = tokens * V * 4 + load.head * V * c.n_embd * 4
+    # the logits of a chunk, in their place their gradient (in bfloat16 beside them); and the gradient of the head, summed
+    # over chunks, before it is added to the others (in bfloat16 a chunk's part beside it)
+    head = tokens * V * (4 if size == 4 else 6) + load.head * V * c.n_embd * (4 if size == 4 else 8)
     found["activations"], found["head"] = activations, head
     columns = load.prompt + load.response
     cache = 2 * c.n_layer * c.n_kv_head * c.head_dim * size * (
@@ -143,11 +145,13 @@ def estimate(c, load, size=4, recompute=False):
 
 
 def print_estimate(script, config):
-    """A table for the models in KNOWN, and for --init if that is a folder or a name on the hub."""
+    """A table for the models in KNOWN, and for --init."""
     models, load = dict(KNOWN), load_of(script, config)
     try:
         if config.init and is_pretrained(config.init):
             models[config.init] = GPTConfig(**architecture(read_json(find_folder(config.init) / "config.json")))
+        elif config.init:
+            models[config.init] = GPTConfig(**common.load_checkpoint(config.init)["model_config"])
     except ValueError as problem:
         raise SystemExit(f"--init {config.init}: {problem}") from None
     print(
@@ -165,5 +169,6 @@ def print_estimate(script, config):
     print(
         "\npeak = weights + frozen + optimizer + the larger of (gradients + activations + head) and sampling; a GPU needs about "
         "1 GiB more.\nLess of it: --recompute (last column), a smaller --micro-batch, "
-        + ("a smaller --evaluate." if script == "sft" else "a smaller --sample-rows.")
+        + {"sft": "a smaller --evaluate.", "grpo": "a smaller --sample-rows and fewer --prompts.",
+           "ppo": "a smaller --sample-rows and fewer --prompts."}.get(script, "a smaller --sample-rows.")
     )

@@ -85,7 +85,7 @@ class Config:
     steps: int = 120  # rollouts; each is followed by epochs * minibatches optimizer steps
     out: str = "out"  # folder for ppo.pt and ppo/
     device: str = "auto"  # auto, cpu, cuda, mps
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; give the other flags again
     init: str = ""  # where to start, which is also the reference: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
     tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
     chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
@@ -302,13 +302,15 @@ def main(config):
     inits, judge, reward_model = [init], config.reward_model or os.path.join(config.out, "reward_model.pt"), None
     if not config.reward:
         if not config.reward_model and not config.resume:
-            flags = dict(init=init, max_new_tokens=config.max_new_tokens, task=config.task, data_dir=config.data_dir)
+            flags = dict(init=init, max_new_tokens=config.max_new_tokens, **common.settings_of(config))
             common.make_if_missing("reward_model", judge, config, **flags)
         judged = common.load_checkpoint(judge, tokenizer, reward_model=True)
         if judged["step"] < judged["steps"]:
             raise SystemExit(
                 f"{judge} stopped at step {judged['step']} of {judged['steps']}: finish it first, with --resume"
             )
+        if (judged["config"].get("chat") or "none") != config.chat:
+            raise SystemExit(f"{judge} was trained with --chat {judged['config'].get('chat')}, this run has {config.chat}")
         if config.refresh and judged["config"].get("data"):
             raise SystemExit(f"--refresh: {judge} learned from a file of preferences, whose judge cannot be asked again")
         reward_model = RewardModel(GPTConfig(**judged["model_config"]), judged["config"]["ensemble"])
@@ -401,6 +403,7 @@ def main(config):
         for i in range(-(-len(elements) // lesson.prompts)):
             batches = [batch_of(elements, i, lesson.prompts, name, k) for k in range(lesson.ensemble)]
             update(reward_model, student, batches, lesson.lr / 10, lesson)
+        student.close()
         reward_model.requires_grad_(False)
         prompts = [encode_prompt(tokenizer, problem.prompt) for problem in training[:512]]
         generator = common.generator(config.device, "normalise", *name)

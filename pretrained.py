@@ -50,7 +50,8 @@ NAMES = {
 
 def is_pretrained(name):
     """Whether `name` is a folder, or looks like a name on the hub (owner/model), and not like a file of this project."""
-    return os.path.isdir(name) or (not os.path.exists(name) and not name.endswith(".pt") and name.count("/") == 1)
+    on_hub = name.count("/") == 1 and not name.endswith(".pt") and not name.startswith((".", "/", "~"))
+    return os.path.isdir(name) or (on_hub and not os.path.exists(name))
 
 
 def find_folder(name):
@@ -185,10 +186,14 @@ def read_weights(folder, config, dtype):
     return state
 
 
-def describe(config, eos):
-    """The config.json of a model, as `transformers` reads it. eos: the token id that ends a text."""
+def write_json(contents, path):
+    Path(path).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def describe(config, eos, bos=None):
+    """The config.json of a model, as `transformers` reads it. eos, bos: the token ids that end a text, and begin it."""
     shared = dict(
-        vocab_size=config.vocab_size, tie_word_embeddings=config.tied, bos_token_id=None, eos_token_id=eos,
+        vocab_size=config.vocab_size, tie_word_embeddings=config.tied, bos_token_id=bos, eos_token_id=eos,
         torch_dtype="float32", initializer_range=0.02,
     )  # fmt: skip
     if not config.rope_theta:
@@ -211,7 +216,7 @@ def describe(config, eos):
     )  # fmt: skip
 
 
-def write_folder(model, tokenizer_json, eos, folder):
+def write_folder(model, tokenizer_json, eos, folder, bos=None):
     """Writes config.json, model.safetensors (of the weights' dtype) and tokenizer.json (its text). Raises ValueError if the
     folder is there and not empty: nothing is overwritten."""
     try:
@@ -229,7 +234,7 @@ def write_folder(model, tokenizer_json, eos, folder):
         tensors.update(zip(theirs, (part.contiguous() for part in tensor.split(rows))))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    description = {**describe(config, eos), "torch_dtype": str(state["wte.weight"].dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    dtype = str(state["wte.weight"].dtype).removeprefix("torch.")
+    write_json({**describe(config, eos, bos), "torch_dtype": dtype}, folder / "config.json")
     if tokenizer_json:
         (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")

@@ -67,7 +67,7 @@ class Config:
     steps: int = 0  # optimizer steps; 0: one pass over the pairs
     out: str = "out"  # folder for reward_model.pt and reward_model/
     device: str = "auto"  # auto, cpu, cuda, mps
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; give the other flags again
     init: str = ""  # whose transformer it starts from and whose responses are judged: checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/sft.pt, made if it is missing
     tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
     chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init

@@ -17,7 +17,7 @@ grpo.py shift them. A third of the demonstrations do not answer a story but judg
 `sft_example`), so that `dpo.py --judge self` can ask the model.
 
 Sources: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), section 3.5, stage 1. Deliberately left out: several
-epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead), chat templates.
+epochs, packing several demonstrations into one row (rows of like length share a micro-batch instead).
 """
 
 import random
@@ -44,14 +44,14 @@ class Config:
     steps: int = 60  # optimizer steps
     out: str = "out"  # folder for sft.pt and sft/
     device: str = "auto"  # auto, cpu, cuda, mps
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; give the other flags again
     init: str = ""  # checkpoint, folder of a pretrained model or its name on the hub; empty: <out>/base.pt, made if it is missing
     tokenizer: str = ""  # must be the one that --init was trained with; empty: what --init says
     chat: Literal["none", "chatml", "llama3"] | None = None  # how prompts are written for a chat model; if not given, as for --init
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the models; auto: on a GPU as stored, else float32
     recompute: bool = False  # activation checkpointing: less memory, a third more time
     task: Literal["stories", "gsm8k"] = "stories"  # where demonstrations come from
-    data: str = ""  # your own: a file with {"prompt": ..., "response": ...} a line
+    data: str = ""  # your own: a file with {"prompt": ..., "response": ...} a line, a tenth of whose prompts is held out
     data_dir: str = ""  # folder with GSM8K's train.jsonl and test.jsonl; empty: downloaded once
     estimate: bool = False  # only print how much memory this needs with known models
     examples: int = 96  # demonstrations per step
@@ -132,6 +132,9 @@ def main(config):
         )
     optimizer = common.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=0.01)
     held_out = [problem for problem in task.held_out_problems(config.evaluate) if problem.answer is not None]
+    if task is not stories:
+        room = model.config.context - config.max_new_tokens
+        held_out = [problem for problem in held_out if len(encode_prompt(tokenizer, problem.prompt)) <= room]
     if held_out:
         require_room(model, tokenizer, held_out, config.max_new_tokens)
     others = encode(task.held_out_demonstrations(config.evaluate))  # of the stories none: there accuracy says more

@@ -112,14 +112,25 @@ def extract_answer(text):
     return (_stated(said[-1]) if len(said) > 1 else None) or last_number(text)
 
 
+def stated_text(text):
+    """What a response says its answer is, if that is a word or a sentence: what stands in the last \\boxed{...} or
+    <answer>, else the rest of the line behind the last "####", else behind the last "answer is" or "answer:", else the
+    last line."""
+    text = text.partition("\nQuestion:")[0].rstrip()
+    inside = last_boxed(text) or text.rpartition("</answer>")[0].rpartition("<answer>")[2]
+    behind = re.findall(r"####(.*)", text) or re.findall(r"(?i)\banswer(?: is)?:? (.*)", text) or text.splitlines()[-1:]
+    return (inside or (behind[-1] if behind else "")).strip(" \t.,;:!*`'\"()$")
+
+
 def accuracy_reward(response, answer):
     """1.0 if the answer that `response` states equals `answer`, otherwise 0.0. Numbers are compared as exact fractions
-    ("18.00" is 18, "0.5" is 1/2, and no two long integers are the same by rounding), anything else as text."""
-    stated, answer = extract_answer(response), str(answer).strip()
-    if stated is None:
-        return 0.0
-    right = _value(answer)
-    return float(stated == answer or (right is not None and right == _value(stated)))
+    ("18.00" is 18, "0.5" is 1/2, and no two long integers are the same by rounding); an answer that is no number is
+    compared with `stated_text`, whatever the case of the letters."""
+    answer = str(answer).strip()
+    right, stated = _value(answer), extract_answer(response)
+    if right is None:
+        return float(stated == answer or stated_text(response).casefold() == answer.strip(" .").casefold())
+    return float(stated is not None and right == _value(stated))
 
 
 def format_reward(response, marker=None):

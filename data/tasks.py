@@ -208,7 +208,7 @@ def _problem(row, number, need):
     for text in (show(prompt), response or "", answer or ""):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise ValueError("half a character (a lone surrogate) in it")
-    return Problem(prompt, answer, response, {**row, "line": number})
+    return Problem(prompt, answer, response, {**row, **({} if answer is None else {"answer": answer}), "line": number})
 
 
 class RewardError(Exception):
@@ -218,12 +218,12 @@ class RewardError(Exception):
 def get_reward(spec, path=""):
     """The reward as a function (problems, groups) -> for each problem a list of numbers, one for each text of its group.
 
-    spec "": the verifier, is the answer right. "my_reward.py:score": score(responses, row) of that file, called once
+    spec "" or "verifier": is the answer right. "my_reward.py:score": score(responses, row) of that file, called once
     per problem with its responses (strings) and its row (a dictionary), -> a number for each; NaN means that it cannot
     say. If it raises, or returns anything else, that is a RewardError. `path`: of the data, to name the row. Ends the
     program with one line if there is no such function.
     """
-    if not spec:
+    if spec in ("", "verifier"):
         return verify
     score = load_function(spec)
 

@@ -27,7 +27,7 @@ import torch
 CHUNK_TOKENS = 4096
 
 
-def _product(a, b):
+def product(a, b):
     """a @ b in float32 (float64 if they are), with halves as input too."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
@@ -41,7 +41,7 @@ def linear_logprob_forward(hidden, weight, targets, temperature, vocab_size, log
     `logprob_forward` is that of logprob.py or plain.py."""
     for start in range(0, len(hidden), CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        logits = _product(hidden[rows], weight.T)  # [n, W]
+        logits = product(hidden[rows], weight.T)  # [n, W]
         chunk_entropy = None if entropy is None else entropy[rows]
         logprob_forward(logits, targets[rows], temperature, vocab_size, logp[rows], chunk_entropy, saved[:, rows])
         del logits  # before the next chunk's are made
@@ -54,7 +54,7 @@ def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, en
         d_weight.zero_()
     for start in range(0, len(hidden), CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        logits = _product(hidden[rows], weight.T)  # [n, W]
+        logits = product(hidden[rows], weight.T)  # [n, W]
         chunk_g_entropy = None if g_entropy is None else g_entropy[rows]
         logprob_backward(
             logits, targets[rows], temperature, vocab_size, entropy[rows], saved[:, rows], g_logp[rows], chunk_g_entropy,
@@ -63,9 +63,9 @@ def linear_logprob_backward(hidden, weight, targets, temperature, vocab_size, en
         d_logits = logits.to(hidden.dtype)
         del logits  # overwritten with its gradient; in float32 d_logits is the same memory
         if d_hidden is not None:
-            d_hidden[rows] = _product(d_logits, weight)
+            d_hidden[rows] = product(d_logits, weight)
         if d_weight is not None and d_weight.dtype == hidden.dtype:
             d_weight.addmm_(d_logits.T, hidden[rows])
         elif d_weight is not None:
-            d_weight += _product(d_logits.T, hidden[rows])
+            d_weight += product(d_logits.T, hidden[rows])
         del d_logits

@@ -300,3 +300,11 @@ def test_the_checksums_are_of_the_real_files(split):
     content = (FOLDER / f"{split}.jsonl").read_bytes()
     assert gsm8k.FILES[split] == (len(content), hashlib.sha256(content).hexdigest())
     gsm8k.check(content, split, "the file")
+
+
+@pytest.mark.parametrize("response", ["#### Paris", "So the answer is Paris.", "Answer: paris", "Paris", r"It is \boxed{Paris}.",
+                                      "<answer> Paris </answer>", "Not Rome.\n#### **Paris**", "Paris\n\nQuestion: And Rome?"])  # fmt: skip
+def test_answers_that_are_no_numbers(response):
+    assert accuracy_reward(response, "Paris") == 1.0
+    assert accuracy_reward(response, "Rome") == accuracy_reward(response, "Paris, Texas") == 0.0
+    assert accuracy_reward(response, "7") == 0.0

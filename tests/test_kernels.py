@@ -320,8 +320,8 @@ def test_an_undefined_gradient_is_zero(monkeypatch, choice):
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_chunked_head_equals_the_head(monkeypatch, chunk, with_entropy):
     monkeypatch.setattr(linear_logprob, "CHUNK_TOKENS", chunk)
-    rows, product = [], linear_logprob._product
-    monkeypatch.setattr(linear_logprob, "_product", lambda a, b: rows.append(product(a, b)) or rows[-1])
+    rows, product = [], linear_logprob.product
+    monkeypatch.setattr(linear_logprob, "product", lambda a, b: rows.append(product(a, b)) or rows[-1])
     torch.manual_seed(0)
     hidden = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)

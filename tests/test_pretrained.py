@@ -202,6 +202,8 @@ def test_export(tmp_path, capsys):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "folder" / "tokenizer.json"))
     text = "By the sea, the otter has 7 shells. It finds 3. It naps. How many? -> 10 -> 10 #### 10 Übergröße\n\n 😀 x"
     assert theirs(text)["input_ids"] == tokenizer.encode_ordinary(text)
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert auto(text)["input_ids"] == tokenizer.encode_ordinary(text) and auto.eos_token_id == tokenizer.eot_token
     with pytest.raises(SystemExit, match="not empty"):
         export(str(tmp_path / "grpo.pt"), str(tmp_path / "folder"))
 

@@ -176,6 +176,20 @@ def test_your_own_problems_and_chats(tmp_path, capsys):
         sft.main(config_of(sft, init=folder, chat="none", data=data, out=tmp_path / "b", steps=1))
 
 
+def test_a_name_on_the_hub_as_init(tmp_path, monkeypatch):
+    """From the name to the checkpoint, and on from there, without a network."""
+    hub = pytest.importorskip("huggingface_hub")
+    folder = write_model(tmp_path / "model", get_tokenizer("stories"), 128)
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(folder))
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(dict(prompt=f"Say {i}.", response=f" {i}", answer=i)) + "\n" for i in range(40)))
+    shared = dict(data=data, out=tmp_path / "out", steps=2, save_every=1)
+    crash_and_resume(monkeypatch, sft, 2, init="owner/model", examples=4, **shared)
+    options = dict(prompts=3, minibatches=1, group_size=2, pass_k=1, **shared)
+    crash_and_resume(monkeypatch, grpo, 2, init="owner/model", **options)
+    grpo.main(config_of(grpo, **{**options, "init": tmp_path / "out/sft.pt"}))
+
+
 @pytest.mark.parametrize("module", [grpo, ppo])
 def test_a_reward_that_fails_loses_nothing(tmp_path, module):
     folder = write_model(tmp_path / "model", get_tokenizer("stories"), 128)
@@ -266,6 +280,35 @@ def test_the_optimizer_keeps_what_bfloat16_would_lose():
     for _ in range(300):
         lost -= 1e-5
     assert (lost == start).float().mean() > 0.9
+
+
+def test_one_optimizer_after_another_on_the_same_weights():
+    """As ppo.py --refresh makes them; and a checkpoint of another dtype is refused."""
+    weight = torch.nn.Parameter(torch.ones(3).bfloat16())
+    for _ in range(2):
+        optimizer = common.AdamW([weight], lr=0.1)
+        (weight * 2).sum().backward()
+        assert optimizer.parameters()[0].grad.tolist() == [2.0] * 3
+        optimizer.step()
+        optimizer.close()
+    assert weight.max() < 0.85
+    other = common.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(SystemExit, match="another dtype"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_bfloat16_is_sampled_and_measured_in_float32():
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.GPTConfig(300, 48, 1, 2, 32)).bfloat16()
+    hidden = 8 * torch.randn(5, 32).bfloat16()
+    exact = hidden.double() @ model.lm_head.weight.double().T
+    with torch.no_grad():
+        found = model.lm_head(hidden)
+    assert found.dtype == torch.float32 and (found.double() - exact[:, :300]).abs().max() < 1e-4
+    prompts = [[1, 2, 3], [4, 5]]
+    rollout = model.generate(prompts, 8, generator=torch.Generator().manual_seed(0))
+    logp = model.rollout_logprobs(rollout, [torch.arange(2)])
+    assert (logp - rollout.logp).abs().max() < 0.05  # what is left is the trunk's, cached or not
 
 
 def test_bfloat16_learns_too(tmp_path):
