@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kernels are tested
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run on the CPU, slowly
+if "PYTEST_XDIST_WORKER" in os.environ:  # two of them side by side: one thread each, and for what they start
+    os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 CASES = {case["name"]: case for case in json.loads((ROOT / "tests/vectors.json").read_text())}
