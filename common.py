@@ -316,7 +316,7 @@ def load_checkpoint(path, tokenizer=None, reward_model=False):
     wants."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint["script"], checkpoint["config"], checkpoint["tokenizer"]
+        checkpoint["script"], checkpoint["config"]
     except FileNotFoundError:
         hub = "" if str(path).endswith(".pt") else "; a name on the Hugging Face hub has an owner, as in openai-community/gpt2"
         sys.exit(f"{path} does not exist{hub}")

@@ -128,6 +128,8 @@ def accuracy_reward(response, answer):
     compared with `stated_text`, whatever the case of the letters."""
     answer = str(answer).strip()
     right, stated = _value(answer), extract_answer(response)
+    if answer.casefold().lstrip("+-") in ("nan", "inf", "infinity"):  # the mistake of a program, not an answer
+        return 0.0
     if right is None:
         return float(stated == answer or stated_text(response).casefold() == answer.strip(" .").casefold())
     return float(stated is not None and right == _value(stated))
