@@ -190,12 +190,12 @@ def from_tokenizer_json(path):
             added[token["content"]] = token["id"]
         main = dict(pat_str=pattern_of(contents), mergeable_ranks=ranks_of(model, added), special_tokens=added)
         # tiktoken drops what its pattern does not match, `tokenizers` keeps it: so everything has to match
-        text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10000)]))
+        text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), 0x1F642, 0x20000, 0x10FFFF]))
         encoding = tiktoken.Encoding("", **main)
         complete = encoding.decode(encoding.encode_ordinary(text)) == text
         need(complete, "the pattern of the pre_tokenizer does not match every character")
         form = "NFC" if normalizer else None
-        return dict(**main, bos=beginning_of(contents), form=form, fixed_name="tokenizer.json")
+        return dict(**main, bos=beginning_of(contents, added), form=form, fixed_name="tokenizer.json")
     except ValueError as problem:
         raise ValueError(f"{path}: {' '.join(str(problem).split())}") from None
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as problem:
@@ -249,7 +249,7 @@ def ranks_of(model, added):
     return ranks
 
 
-def beginning_of(contents):
+def beginning_of(contents, added):
     """The id that the post-processor puts in front of a text, or None. (What it puts behind is not used: eot_token is.)"""
     after, begin = contents.get("post_processor") or {"type": "ByteLevel"}, []
     for step in after["processors"] if after["type"] == "Sequence" else [after]:
@@ -259,6 +259,7 @@ def beginning_of(contents):
             first = itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"])
             begin += [i for piece in first for i in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
     need(len(begin) < 2, "a post_processor that begins a text with several tokens is not supported")
+    need(set(begin) <= set(added.values()), f"the post_processor begins a text with {begin}, which is no added token")
     return begin[0] if begin else None
 
 
