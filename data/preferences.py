@@ -118,11 +118,6 @@ def write_preferences(path, rows):
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def prompt_key(prompt):
-    """What prompts are told apart by, and sorted: the text itself, or the JSON text of a chat's messages."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-
-
 def read_preferences(path, single=False):
     """The rows of a file of preferences. Ends the program with one line that names file, line and reason if there is
     none, or one is malformed. single: rows may all be single responses with a label, true or false, in place of pairs."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from data import gsm8k, preferences, stories
-from data.tasks import Problem, RewardError, Rows, get_reward, get_task, read_rows
+from data.tasks import Problem, RewardError, Rows, get_reward, get_task, read_rows, show
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
 REPLY = {"role": "assistant", "content": "5"}
@@ -406,8 +406,8 @@ def test_preferences_may_be_of_chats(tmp_path):
     )
     rows = preferences.read_preferences(path)
     assert rows == [dict(prompt=ASK, **pair), dict(prompt=ASK[1:], **pair), plain]
-    keys = [preferences.prompt_key(row["prompt"]) for row in rows]
-    assert len(set(keys)) == 3 and keys[2] == "a" and json.loads(keys[0]) == ASK
+    keys = [show(row["prompt"]) for row in rows]
+    assert len(set(keys)) == 3 and keys[2] == "a" and keys[0] == "\n".join(f"{m['role']}: {m['content']}" for m in ASK)
     single = write(tmp_path / "single.jsonl", dict(messages=ASK, response="r", label=True))
     assert preferences.read_preferences(single, single=True) == [dict(prompt=ASK, response="r", label=True)]
 
